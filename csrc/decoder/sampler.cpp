@@ -1,0 +1,1 @@
+#include "ringlm/sampler.h"
