@@ -1,0 +1,69 @@
+// ringlm._core.Config and Model, and the dequantization of single tensors.
+#include "ringlm/model.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "bindings/bindings.h"
+#include "gguf/blocks.h"
+#include "ringlm/error.h"
+
+namespace py = pybind11;
+
+namespace ringlm::bindings {
+
+std::shared_ptr<const Model> ModelHandle::get() const {
+  if (!model) throw StateError("the model is closed: open it again with Model(path)");
+  return model;
+}
+
+void bind_model(py::module_& m) {
+  py::class_<Config>(m, "Config")
+      .def_readonly("architecture", &Config::architecture)
+      .def_readonly("name", &Config::name)
+      .def_readonly("n_vocab", &Config::n_vocab)
+      .def_readonly("n_embd", &Config::n_embd)
+      .def_readonly("n_layer", &Config::n_layer)
+      .def_readonly("n_head", &Config::n_head)
+      .def_readonly("n_head_kv", &Config::n_head_kv)
+      .def_readonly("head_dim", &Config::head_dim)
+      .def_readonly("n_ff", &Config::n_ff)
+      .def_readonly("n_ctx_train", &Config::n_ctx_train)
+      .def_readonly("rope_dims", &Config::rope_dims)
+      .def_readonly("rope_base", &Config::rope_base)
+      .def_readonly("rope_factor", &Config::rope_factor)
+      .def_readonly("norm_eps", &Config::norm_eps)
+      .def_property_readonly("group", &Config::group);
+
+  py::class_<ModelHandle>(m, "Model")
+      .def(py::init([](const std::string& path, int n_threads, const std::string& backend) {
+             py::gil_scoped_release release;
+             return ModelHandle{Model::open(path, {n_threads, backend})};
+           }),
+           py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu")
+      .def_property_readonly("config", [](const ModelHandle& h) { return h.get()->config(); })
+      .def_property_readonly("path", [](const ModelHandle& h) { return h.get()->paths().front().string(); })
+      .def_property_readonly("n_threads", [](const ModelHandle& h) { return h.get()->n_threads(); })
+      .def_property_readonly("backend", [](const ModelHandle& h) { return h.get()->backend(); })
+      .def_property_readonly("nbytes", [](const ModelHandle& h) { return h.get()->weight_bytes(); })
+      .def_property_readonly("closed", [](const ModelHandle& h) { return h.model == nullptr; })
+      .def("close", [](ModelHandle& h) { h.model.reset(); });
+
+  m.def(
+      "dequantize",
+      [](std::uint32_t type, const py::array_t<std::uint8_t, py::array::c_style>& data) {
+        const gguf::TypeTraits* t = gguf::find_type(type);
+        if (!t) throw InvalidArgument("tensor type " + std::to_string(type) + " is not known");
+        const std::span<const std::byte> src(reinterpret_cast<const std::byte*>(data.data()),
+                                             static_cast<std::size_t>(data.size()));
+        py::array_t<float> out(static_cast<py::ssize_t>(src.size() / t->block_bytes * t->block_size));
+        dequantize(t->type, src, {out.mutable_data(), static_cast<std::size_t>(out.size())});
+        return out;
+      },
+      py::arg("type"), py::arg("data"), "Blocks of one tensor type (GGUF number) as float32.");
+}
+
+}  // namespace ringlm::bindings

@@ -1,0 +1,46 @@
+#include "cpu/kernels.h"
+
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ringlm/error.h"
+
+namespace ringlm::cpu {
+namespace {
+
+// Fastest first.
+std::vector<const Kernels*> runnable() {
+  std::vector<const Kernels*> sets;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    sets.push_back(&kAvx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&kAvx2);
+#endif
+  sets.push_back(&kGeneric);
+  return sets;
+}
+
+const Kernels& choose() {
+  const std::vector<const Kernels*> sets = runnable();
+  const char* wanted = std::getenv("RINGLM_ISA");
+  if (!wanted || !*wanted) return *sets.front();
+  std::string names;
+  for (const Kernels* k : sets) {
+    if (std::string_view(k->name) == wanted) return *k;
+    names += (names.empty() ? "" : ", ") + std::string(k->name);
+  }
+  throw InvalidArgument("RINGLM_ISA is '" + std::string(wanted) + "'; this processor runs " + names);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace ringlm::cpu

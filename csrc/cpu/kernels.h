@@ -1,0 +1,97 @@
+// The inner loops of the CPU backend, compiled once per instruction set and chosen at run time.
+//
+// The order in which an output is summed is the same for one token and for many, for every cut of the work
+// among threads, and for every place of a row in a tile: results are bit-equal across all of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gguf/types.h"
+#include "ringlm/kv_format.h"
+
+namespace ringlm::cpu {
+
+// Keys of this many consecutive positions, aligned to it, are one tile of attention.
+constexpr std::int32_t kTile = 64;
+
+// y[m][r] (+)= sum_k W[r][k] x[m][k] + bias[r] for rows r in [begin, end) and all m.
+struct MatmulArgs {
+  gguf::DType type;
+  const std::uint8_t* weights;  // row 0
+  std::size_t row_bytes;
+  std::int32_t cols;
+  const float* bias;  // [rows] or null
+  const float* x;     // [n_tokens, cols]
+  std::int32_t n_tokens;
+  float* y;  // [n_tokens, ldy]
+  std::int64_t ldy;
+  bool add;  // into y, instead of replacing it
+};
+
+// One tile of keys and values against the query heads of one group.
+struct TileArgs {
+  const float* q;  // [group, head_dim]
+  std::int32_t group;
+  std::int32_t head_dim;
+  float scale;  // of the scores: 1 / sqrt(head_dim)
+  KvFormat k_format, v_format;
+  const std::uint8_t* k;  // row of the tile's first position; rows are contiguous
+  const std::uint8_t* v;
+  std::int32_t n;  // rows that the query sees, 1 to kTile
+};
+
+// The state of a softmax over some tiles, of one query head: out = sum / total.
+//   largest = max score, total = sum of e^(score - largest), sum [head_dim] = the same weights on v.
+struct Partial {
+  float largest;
+  float total;
+};
+
+struct Kernels {
+  const char* name;
+
+  void (*dequantize_row)(gguf::DType type, const std::uint8_t* row, float* y, std::int32_t n);
+
+  // scratch: [kRowTile * cols] floats of this thread.
+  void (*matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end, float* scratch);
+
+  // y = w x / sqrt(mean(x^2) + eps), n elements.
+  void (*rms_norm)(const float* x, const float* w, float eps, float* y, std::int32_t n);
+
+  // gate = silu(gate) * up
+  void (*silu_mul)(float* gate, const float* up, std::int64_t n);
+
+  void (*store_row)(KvFormat format, const float* src, std::uint8_t* dst, std::int32_t n);
+
+  // parts [group], sums [group, head_dim]. scratch: [2 * kTile * head_dim + kTile] floats of this thread.
+  void (*attend_tile)(const TileArgs& a, Partial* parts, float* sums, float* scratch);
+
+  // Adds a later tile to an earlier state of the same head.
+  void (*merge)(Partial& into, float* into_sum, const Partial& from, const float* from_sum,
+                std::int32_t head_dim);
+
+  // out = sum / total
+  void (*finish)(const Partial& part, const float* sum, float* out, std::int32_t head_dim);
+};
+
+constexpr std::int32_t kRowTile = 4;  // weight rows that a matmul turns into float32 at a time
+
+constexpr std::size_t matmul_scratch(std::int32_t cols) {
+  return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
+}
+constexpr std::size_t tile_scratch(std::int32_t head_dim) {
+  return 2 * std::size_t{kTile} * static_cast<std::size_t>(head_dim) + kTile;
+}
+
+// The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that
+// the processor lacks is InvalidArgument.
+const Kernels& kernels();
+
+extern const Kernels kGeneric;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace ringlm::cpu

@@ -1,0 +1,190 @@
+// The bodies of the kernels, written once on simd.h. Each kernels_<isa>.cpp includes this file with its own
+// compiler flags, so nothing in here may have external linkage or call a function that has and is defined
+// in a header: the linker would keep one copy of it, perhaps the one that this processor cannot run.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
+#include "gguf/blocks.h"
+
+namespace ringlm::cpu {
+namespace {
+
+void dequantize_row(gguf::DType type, const std::uint8_t* row, float* y, std::int32_t n) {
+  blocks::row_function(type)(row, y, static_cast<std::size_t>(n));
+}
+
+// R rows times T tokens. Every output has one vector of partial sums, k ascending, then the lanes are folded
+// and the tail is added: the same for every R and T.
+template <int R, int T>
+void block(const float* const (&w)[kRowTile], const float* x, std::int32_t cols, float (&out)[R][T]) {
+  f32x16 acc[R][T];
+  for (int r = 0; r < R; ++r) {
+    for (int t = 0; t < T; ++t) acc[r][t] = set1(0.0f);
+  }
+  const std::int32_t whole = cols / kLanes * kLanes;
+  for (std::int32_t k = 0; k < whole; k += kLanes) {
+    f32x16 wk[R];
+    for (int r = 0; r < R; ++r) wk[r] = load(w[r] + k);
+    for (int t = 0; t < T; ++t) {
+      const f32x16 xk = load(x + static_cast<std::int64_t>(t) * cols + k);
+      for (int r = 0; r < R; ++r) acc[r][t] = fma(wk[r], xk, acc[r][t]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int t = 0; t < T; ++t) {
+      float sum = reduce_add(acc[r][t]);
+      for (std::int32_t k = whole; k < cols; ++k) sum += w[r][k] * x[static_cast<std::int64_t>(t) * cols + k];
+      out[r][t] = sum;
+    }
+  }
+}
+
+template <int R, int T>
+void block_into(const MatmulArgs& a, const float* const (&w)[kRowTile], std::int32_t row,
+                std::int32_t token) {
+  float out[R][T];
+  block<R, T>(w, a.x + static_cast<std::int64_t>(token) * a.cols, a.cols, out);
+  for (int t = 0; t < T; ++t) {
+    float* y = a.y + (token + t) * a.ldy + row;
+    for (int r = 0; r < R; ++r) {
+      const float value = a.bias ? out[r][t] + a.bias[row + r] : out[r][t];
+      y[r] = a.add ? y[r] + value : value;
+    }
+  }
+}
+
+template <int R>
+void rows_into(const MatmulArgs& a, std::int32_t row, float* scratch) {
+  const float* w[kRowTile] = {};
+  for (int r = 0; r < R; ++r) {
+    const std::uint8_t* src = a.weights + static_cast<std::size_t>(row + r) * a.row_bytes;
+    float* dst = scratch + static_cast<std::size_t>(r) * static_cast<std::size_t>(a.cols);
+    dequantize_row(a.type, src, dst, a.cols);
+    w[r] = dst;
+  }
+  std::int32_t t = 0;
+  for (; t + 4 <= a.n_tokens; t += 4) block_into<R, 4>(a, w, row, t);
+  for (; t < a.n_tokens; ++t) block_into<R, 1>(a, w, row, t);
+}
+
+void matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end, float* scratch) {
+  std::int32_t row = begin;
+  for (; row + kRowTile <= end; row += kRowTile) rows_into<kRowTile>(a, row, scratch);
+  for (; row < end; ++row) rows_into<1>(a, row, scratch);
+}
+
+float dot(const float* a, const float* b, std::int32_t n) {
+  f32x16 acc = set1(0.0f);
+  const std::int32_t whole = n / kLanes * kLanes;
+  for (std::int32_t i = 0; i < whole; i += kLanes) acc = fma(load(a + i), load(b + i), acc);
+  float sum = reduce_add(acc);
+  for (std::int32_t i = whole; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+void rms_norm(const float* x, const float* w, float eps, float* y, std::int32_t n) {
+  const float mean_square = dot(x, x, n) / static_cast<float>(n);
+  const float scale = 1.0f / __builtin_sqrtf(mean_square + eps);
+  for (std::int32_t i = 0; i < n; ++i) y[i] = w[i] * (x[i] * scale);
+}
+
+// f applied to 16 elements at a time; the tail goes through a padded copy, so it is computed alike.
+template <class F>
+void map(float* a, const float* b, std::int64_t n, F f) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(a + i, f(load(a + i), load(b + i)));
+  if (i == n) return;
+  float ta[kLanes] = {}, tb[kLanes] = {};
+  const auto bytes = static_cast<std::size_t>(n - i) * sizeof(float);
+  std::memcpy(ta, a + i, bytes);
+  std::memcpy(tb, b + i, bytes);
+  store(ta, f(load(ta), load(tb)));
+  std::memcpy(a + i, ta, bytes);
+}
+
+void silu_mul(float* gate, const float* up, std::int64_t n) {
+  map(gate, up, n, [](f32x16 g, f32x16 u) { return g / (set1(1.0f) + exp(set1(0.0f) - g)) * u; });
+}
+
+void store_row(KvFormat format, const float* src, std::uint8_t* dst, std::int32_t n) {
+  if (format == KvFormat::F32) {
+    std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
+    return;
+  }
+  for (std::int32_t i = 0; i < n; ++i) {
+    const std::uint16_t h = f32_to_f16(src[i]);
+    std::memcpy(dst + 2 * i, &h, sizeof h);
+  }
+}
+
+// Rows as float32: where they lie, or widened into `buffer`.
+const float* rows_f32(KvFormat format, const std::uint8_t* rows, std::int32_t n, float* buffer) {
+  if (format == KvFormat::F32) return reinterpret_cast<const float*>(rows);
+  std::int32_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(buffer + i, load_f16(rows + 2 * i));
+  for (; i < n; ++i) {
+    std::uint16_t h;
+    std::memcpy(&h, rows + 2 * i, sizeof h);
+    buffer[i] = f16_to_f32(h);
+  }
+  return buffer;
+}
+
+// Each K and V row is read from memory once for all heads of the group. A NaN score must reach the result:
+// comparisons are written so that NaN wins.
+void attend_tile(const TileArgs& a, Partial* parts, float* sums, float* scratch) {
+  const std::int32_t d = a.head_dim;
+  float* scores = scratch;
+  const float* k = rows_f32(a.k_format, a.k, a.n * d, scratch + kTile);
+  const float* v = rows_f32(a.v_format, a.v, a.n * d, scratch + kTile + kTile * d);
+  const std::int32_t whole = d / kLanes * kLanes;
+
+  for (std::int32_t g = 0; g < a.group; ++g) {
+    const float* q = a.q + static_cast<std::int64_t>(g) * d;
+    float largest = -__builtin_inff();
+    for (std::int32_t t = 0; t < a.n; ++t) {
+      scores[t] = dot(q, k + t * d, d) * a.scale;
+      if (!(scores[t] <= largest)) largest = scores[t];
+    }
+    for (std::int32_t t = a.n; t < kTile; ++t) scores[t] = largest;  // defined, and not used
+    float total = 0.0f;
+    for (std::int32_t t = 0; t < kTile; t += kLanes) store(scores + t, exp(load(scores + t) - set1(largest)));
+    for (std::int32_t t = 0; t < a.n; ++t) total += scores[t];
+    parts[g] = {largest, total};
+
+    float* sum = sums + static_cast<std::int64_t>(g) * d;
+    for (std::int32_t i = 0; i < whole; i += kLanes) {
+      f32x16 acc = set1(0.0f);
+      for (std::int32_t t = 0; t < a.n; ++t) acc = fma(set1(scores[t]), load(v + t * d + i), acc);
+      store(sum + i, acc);
+    }
+    for (std::int32_t i = whole; i < d; ++i) {
+      sum[i] = 0.0f;
+      for (std::int32_t t = 0; t < a.n; ++t) sum[i] += scores[t] * v[t * d + i];
+    }
+  }
+}
+
+void merge(Partial& into, float* into_sum, const Partial& from, const float* from_sum,
+           std::int32_t head_dim) {
+  const float largest = from.largest <= into.largest ? into.largest : from.largest;
+  float weights[kLanes] = {into.largest - largest, from.largest - largest};
+  store(weights, exp(load(weights)));
+  into.largest = largest;
+  into.total = into.total * weights[0] + from.total * weights[1];
+  for (std::int32_t i = 0; i < head_dim; ++i)
+    into_sum[i] = into_sum[i] * weights[0] + from_sum[i] * weights[1];
+}
+
+void finish(const Partial& part, const float* sum, float* out, std::int32_t head_dim) {
+  const float scale = 1.0f / part.total;
+  for (std::int32_t i = 0; i < head_dim; ++i) out[i] = sum[i] * scale;
+}
+
+constexpr Kernels make_kernels(const char* name) {
+  return {name, dequantize_row, matmul, rms_norm, silu_mul, store_row, attend_tile, merge, finish};
+}
+
+}  // namespace
+}  // namespace ringlm::cpu

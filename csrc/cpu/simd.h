@@ -1,0 +1,226 @@
+// Sixteen floats, on every instruction set: one AVX-512 register, two of AVX, four of NEON, or an array.
+//
+// The lanes mean the same everywhere and multiply-add is written out, so that the order of every sum is fixed
+// by the code that uses it. Internal linkage: each instruction set's translation unit has its own.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "gguf/half.h"
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace ringlm::cpu {
+namespace {
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512F__)
+
+struct f32x16 {
+  __m512 v;
+};
+inline f32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
+inline f32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
+inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline f32x16 operator/(f32x16 a, f32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// The larger, or x where x is NaN.
+inline f32x16 at_least(f32x16 x, f32x16 low) { return {_mm512_max_ps(low.v, x.v)}; }
+inline f32x16 at_most(f32x16 x, f32x16 high) { return {_mm512_min_ps(high.v, x.v)}; }
+inline f32x16 round(f32x16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// 2^n for integers n in [-126, 127]
+inline f32x16 exp2_integer(f32x16 n) {
+  const __m512i bits =
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
+  return {_mm512_castsi512_ps(bits)};
+}
+inline f32x16 load_f16(const std::uint8_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+#elif defined(__AVX2__)
+
+struct f32x16 {
+  __m256 lo, hi;
+};
+inline f32x16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, f32x16 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+inline f32x16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline f32x16 operator+(f32x16 a, f32x16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline f32x16 operator-(f32x16 a, f32x16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline f32x16 operator*(f32x16 a, f32x16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline f32x16 operator/(f32x16 a, f32x16 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline f32x16 at_least(f32x16 x, f32x16 low) {
+  return {_mm256_max_ps(low.lo, x.lo), _mm256_max_ps(low.hi, x.hi)};
+}
+inline f32x16 at_most(f32x16 x, f32x16 high) {
+  return {_mm256_min_ps(high.lo, x.lo), _mm256_min_ps(high.hi, x.hi)};
+}
+inline f32x16 round(f32x16 a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+inline f32x16 exp2_integer(f32x16 n) {
+  const auto half = [](__m256 x) {
+    const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+  };
+  return {half(n.lo), half(n.hi)};
+}
+inline f32x16 load_f16(const std::uint8_t* p) {
+  const auto half = [](const std::uint8_t* q) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
+  };
+  return {half(p), half(p + 16)};
+}
+
+#elif defined(__aarch64__)
+
+struct f32x16 {
+  float32x4_t v[4];
+};
+template <class F>
+inline f32x16 each(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
+}
+inline f32x16 load(const float* p) {
+  return each([=](int i) { return vld1q_f32(p + 4 * i); });
+}
+inline void store(float* p, f32x16 a) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+}
+inline f32x16 set1(float x) {
+  return each([=](int) { return vdupq_n_f32(x); });
+}
+inline f32x16 operator+(f32x16 a, f32x16 b) {
+  return each([=](int i) { return vaddq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 operator-(f32x16 a, f32x16 b) {
+  return each([=](int i) { return vsubq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 operator*(f32x16 a, f32x16 b) {
+  return each([=](int i) { return vmulq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 operator/(f32x16 a, f32x16 b) {
+  return each([=](int i) { return vdivq_f32(a.v[i], b.v[i]); });
+}
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  return each([=](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
+}
+inline f32x16 at_least(f32x16 x, f32x16 low) {
+  return each([=](int i) { return vmaxq_f32(low.v[i], x.v[i]); });
+}
+inline f32x16 at_most(f32x16 x, f32x16 high) {
+  return each([=](int i) { return vminq_f32(high.v[i], x.v[i]); });
+}
+inline f32x16 round(f32x16 a) {
+  return each([=](int i) { return vrndnq_f32(a.v[i]); });
+}
+inline f32x16 exp2_integer(f32x16 n) {
+  return each([=](int i) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23));
+  });
+}
+inline f32x16 load_f16(const std::uint8_t* p) {
+  return each([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
+}
+
+#else
+
+struct f32x16 {
+  float v[kLanes];
+};
+template <class F>
+inline f32x16 each(F f) {
+  f32x16 r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = f(i);
+  return r;
+}
+inline f32x16 load(const float* p) {
+  return each([=](int i) { return p[i]; });
+}
+inline void store(float* p, f32x16 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline f32x16 set1(float x) {
+  return each([=](int) { return x; });
+}
+inline f32x16 operator+(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline f32x16 operator-(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline f32x16 operator*(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline f32x16 operator/(f32x16 a, f32x16 b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+  return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline f32x16 at_least(f32x16 x, f32x16 low) {
+  return each([&](int i) { return x.v[i] < low.v[i] ? low.v[i] : x.v[i]; });
+}
+inline f32x16 at_most(f32x16 x, f32x16 high) {
+  return each([&](int i) { return x.v[i] > high.v[i] ? high.v[i] : x.v[i]; });
+}
+inline f32x16 round(f32x16 a) {
+  constexpr float big = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction; |a| < 2^22 here
+  return each([&](int i) { return (a.v[i] + big) - big; });
+}
+inline f32x16 exp2_integer(f32x16 n) {
+  return each([&](int i) {
+    if (n.v[i] != n.v[i]) return n.v[i];  // NaN has no integer
+    return from_bits(static_cast<std::uint32_t>(static_cast<std::int32_t>(n.v[i]) + 127) << 23);
+  });
+}
+inline f32x16 load_f16(const std::uint8_t* p) {
+  return each([=](int i) {
+    std::uint16_t h;
+    std::memcpy(&h, p + 2 * i, sizeof h);
+    return f16_to_f32(h);
+  });
+}
+
+#endif
+
+// Sum of the lanes, halves folded onto each other: one order for every instruction set.
+inline float reduce_add(f32x16 a) {
+  float t[kLanes];
+  store(t, a);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) t[i] += t[i + half];
+  }
+  return t[0];
+}
+
+// e^x to about 2 units in the last place for x in [-87, 88]; clamped outside, NaN stays NaN.
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series to r^7, whose remainder is below 2^-27.
+inline f32x16 exp(f32x16 x) {
+  x = at_most(at_least(x, set1(-87.0f)), set1(88.0f));
+  const f32x16 n = round(x * set1(1.44269504f));
+  f32x16 r = fma(n, set1(-0.693359375f), x);  // ln 2 in two parts, the first exact in few bits
+  r = fma(n, set1(2.12194440e-4f), r);
+  constexpr float coefficients[] = {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f,
+                                    0.5f,          1.0f,          1.0f};
+  f32x16 p = set1(1.0f / 5040.0f);
+  for (const float c : coefficients) p = fma(p, r, set1(c));
+  return p * exp2_integer(n);
+}
+
+}  // namespace
+}  // namespace ringlm::cpu

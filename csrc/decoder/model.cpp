@@ -1,0 +1,57 @@
+#include "ringlm/model.h"
+
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+#include "cpu/cpu_ops.h"
+#include "decoder/model_parts.h"
+#include "model/config.h"
+#include "model/rope.h"
+#include "ops/reference.h"
+#include "ringlm/error.h"
+
+namespace ringlm {
+namespace {
+
+std::unique_ptr<Ops> make_ops(const Config& config, const ModelOptions& options) {
+  if (options.backend == "cpu") return make_cpu_ops(config, options.n_threads);
+  if (options.backend == "reference") return make_reference_ops();
+  throw InvalidArgument("backend is '" + options.backend + "'; there are 'cpu' and 'reference'");
+}
+
+}  // namespace
+
+std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, const ModelOptions& options) {
+  if (options.n_threads < 0 || options.n_threads > 1024) {
+    throw InvalidArgument("n_threads is " + std::to_string(options.n_threads) +
+                          "; expected 1 to 1024, or 0 for all");
+  }
+  gguf::File file = gguf::File::open(path);
+  Config config = read_config(file);
+  Weights weights = bind_weights(file, config);
+  auto frequencies = rope_frequencies(config, weights.rope_freq_factors);
+  auto ops = make_ops(config, options);
+  auto parts = std::make_unique<Parts>(Parts{std::move(file), std::move(config), std::move(weights),
+                                             std::move(frequencies), std::move(ops), ::getpid()});
+  return std::shared_ptr<const Model>(new Model(std::move(parts)));
+}
+
+void Model::Parts::check_process() const {
+  if (::getpid() == owner) return;
+  throw StateError("the model was opened in process " + std::to_string(owner) +
+                   " and its threads did not follow into process " + std::to_string(::getpid()) +
+                   ", made by fork(): open the model again in the child, or start it with 'spawn'");
+}
+
+Model::Model(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
+Model::~Model() = default;
+
+const Config& Model::config() const noexcept { return parts_->config; }
+std::span<const std::filesystem::path> Model::paths() const noexcept { return parts_->file.paths(); }
+std::size_t Model::weight_bytes() const noexcept { return parts_->weights.nbytes; }
+int Model::n_threads() const noexcept { return parts_->ops->n_threads(); }
+std::string Model::backend() const { return parts_->ops->name(); }
+
+}  // namespace ringlm

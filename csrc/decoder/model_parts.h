@@ -1,0 +1,27 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <vector>
+
+#include "gguf/file.h"
+#include "model/weights.h"
+#include "ops/ops.h"
+#include "ringlm/model.h"
+
+namespace ringlm {
+
+struct Model::Parts {
+  gguf::File file;
+  Config config;
+  Weights weights;
+  std::vector<double> rope_frequencies;
+  std::unique_ptr<Ops> ops;
+  ::pid_t owner;  // the process whose threads compute
+
+  // Throws StateError in a child of fork(), into which the threads did not follow.
+  void check_process() const;
+};
+
+}  // namespace ringlm

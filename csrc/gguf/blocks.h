@@ -1,0 +1,216 @@
+// How each tensor type stores a block of weights, as code that turns blocks back into float32.
+//
+// d and m are f16, q are the codes. The order of operations is that of the `gguf` package, so results are
+// equal to the last bit. The row functions have internal linkage: each instruction set's translation unit
+// compiles its own copy and the compiler vectorizes the plain loops.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+
+#include "gguf/half.h"
+#include "gguf/types.h"
+
+namespace ringlm {
+
+// Whether the arithmetic of a type is here, and the list of those for which it is ("F32, F16, ...").
+bool can_dequantize(gguf::DType type);
+std::string dequantizable_types();
+
+// src: whole blocks holding dst.size() elements. Throws InvalidArgument when the sizes do not agree and
+// UnsupportedModelError for a type without arithmetic.
+void dequantize(gguf::DType type, std::span<const std::byte> src, std::span<float> dst);
+
+namespace blocks {
+
+static inline std::uint16_t u16_at(const std::uint8_t* p) {
+  std::uint16_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline float f16_at(const std::uint8_t* p) { return f16_to_f32(u16_at(p)); }
+
+// n elements each, whole blocks.
+static inline void f32(const std::uint8_t* p, float* y, std::size_t n) {
+  std::memcpy(y, p, n * sizeof(float));
+}
+
+static inline void f16(const std::uint8_t* p, float* y, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) y[i] = f16_at(p + 2 * i);
+}
+
+static inline void bf16(const std::uint8_t* p, float* y, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) y[i] = bf16_to_f32(u16_at(p + 2 * i));
+}
+
+// 32 weights: d, 16 bytes of two codes. y = (q - 8) d.
+static inline void q4_0(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 32, p += 18, y += 32) {
+    const float d = f16_at(p);
+    for (int j = 0; j < 16; ++j) {
+      y[j] = static_cast<float>((p[2 + j] & 15) - 8) * d;
+      y[j + 16] = static_cast<float>((p[2 + j] >> 4) - 8) * d;
+    }
+  }
+}
+
+// 32 weights: d, m, 16 bytes of two codes. y = q d + m.
+static inline void q4_1(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 32, p += 20, y += 32) {
+    const float d = f16_at(p), m = f16_at(p + 2);
+    for (int j = 0; j < 16; ++j) {
+      y[j] = static_cast<float>(p[4 + j] & 15) * d + m;
+      y[j + 16] = static_cast<float>(p[4 + j] >> 4) * d + m;
+    }
+  }
+}
+
+// The fifth bits of 32 codes, one a bit, as a byte of 0 or 16 each.
+static inline void fifth_bits(const std::uint8_t* p, std::uint8_t high[32]) {
+  for (int j = 0; j < 32; ++j) high[j] = static_cast<std::uint8_t>(((p[j / 8] >> (j % 8)) & 1) << 4);
+}
+
+// 32 weights: d, 4 bytes of fifth bits, 16 bytes of two codes. y = (q - 16) d.
+static inline void q5_0(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 32, p += 22, y += 32) {
+    const float d = f16_at(p);
+    std::uint8_t high[32];
+    fifth_bits(p + 2, high);
+    for (int j = 0; j < 16; ++j) {
+      y[j] = static_cast<float>(((p[6 + j] & 15) | high[j]) - 16) * d;
+      y[j + 16] = static_cast<float>(((p[6 + j] >> 4) | high[j + 16]) - 16) * d;
+    }
+  }
+}
+
+// 32 weights: d, m, 4 bytes of fifth bits, 16 bytes of two codes. y = q d + m.
+static inline void q5_1(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 32, p += 24, y += 32) {
+    const float d = f16_at(p), m = f16_at(p + 2);
+    std::uint8_t high[32];
+    fifth_bits(p + 4, high);
+    for (int j = 0; j < 16; ++j) {
+      y[j] = static_cast<float>((p[8 + j] & 15) | high[j]) * d + m;
+      y[j + 16] = static_cast<float>((p[8 + j] >> 4) | high[j + 16]) * d + m;
+    }
+  }
+}
+
+// 32 weights: d, 32 signed codes. y = q d.
+static inline void q8_0(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 32, p += 34, y += 32) {
+    const float d = f16_at(p);
+    for (int j = 0; j < 32; ++j) y[j] = static_cast<float>(static_cast<std::int8_t>(p[2 + j])) * d;
+  }
+}
+
+// Eight 6-bit scales and eight 6-bit minima in 12 bytes: the first four of each in the low bits of bytes 0-7,
+// the low nibbles of the last four in bytes 8-11, their upper two bits on top of bytes 0-7.
+static inline void k_scales(const std::uint8_t* s, std::uint8_t scale[8], std::uint8_t minimum[8]) {
+  for (int j = 0; j < 4; ++j) {
+    scale[j] = s[j] & 63;
+    minimum[j] = s[j + 4] & 63;
+    scale[j + 4] = static_cast<std::uint8_t>((s[j + 8] & 15) | ((s[j] >> 6) << 4));
+    minimum[j + 4] = static_cast<std::uint8_t>((s[j + 8] >> 4) | ((s[j + 4] >> 6) << 4));
+  }
+}
+
+// 256 weights: d, dmin, 12 bytes of scales, 128 bytes of two codes; eight groups of 32, in pairs that share
+// their bytes. y = q (d scale) - dmin minimum.
+static inline void q4_k(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 256, p += 144, y += 256) {
+    const float d = f16_at(p), dmin = f16_at(p + 2);
+    std::uint8_t scale[8], minimum[8];
+    k_scales(p + 4, scale, minimum);
+    for (int g = 0; g < 8; g += 2) {
+      const std::uint8_t* q = p + 16 + 16 * g;
+      const float d0 = d * scale[g], m0 = dmin * minimum[g];
+      const float d1 = d * scale[g + 1], m1 = dmin * minimum[g + 1];
+      for (int j = 0; j < 32; ++j) {
+        y[32 * g + j] = d0 * static_cast<float>(q[j] & 15) - m0;
+        y[32 * g + 32 + j] = d1 * static_cast<float>(q[j] >> 4) - m1;
+      }
+    }
+  }
+}
+
+// 256 weights: as Q4_K with 32 bytes of fifth bits before the codes; bit g of byte j belongs to group g.
+static inline void q5_k(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 256, p += 176, y += 256) {
+    const float d = f16_at(p), dmin = f16_at(p + 2);
+    std::uint8_t scale[8], minimum[8];
+    k_scales(p + 4, scale, minimum);
+    const std::uint8_t* high = p + 16;
+    for (int g = 0; g < 8; g += 2) {
+      const std::uint8_t* q = p + 48 + 16 * g;
+      const float d0 = d * scale[g], m0 = dmin * minimum[g];
+      const float d1 = d * scale[g + 1], m1 = dmin * minimum[g + 1];
+      for (int j = 0; j < 32; ++j) {
+        y[32 * g + j] = d0 * static_cast<float>((q[j] & 15) | (((high[j] >> g) & 1) << 4)) - m0;
+        y[32 * g + 32 + j] = d1 * static_cast<float>((q[j] >> 4) | (((high[j] >> (g + 1)) & 1) << 4)) - m1;
+      }
+    }
+  }
+}
+
+// 256 weights: 128 bytes of low nibbles, 64 bytes of upper bit pairs, 16 signed scales (one for 16 weights),
+// d. Half h of 128 weights: quarters of 32 take nibble and bit pair from one shared set of bytes. y = (q -
+// 32) (d scale).
+static inline void q6_k(const std::uint8_t* p, float* y, std::size_t n) {
+  for (; n; n -= 256, p += 210, y += 256) {
+    const float d = f16_at(p + 208);
+    for (int h = 0; h < 2; ++h) {
+      const std::uint8_t* low = p + 64 * h;
+      const std::uint8_t* high = p + 128 + 32 * h;
+      const std::uint8_t* scale = p + 192 + 8 * h;
+      float ds[8];
+      for (int i = 0; i < 8; ++i) ds[i] = d * static_cast<float>(static_cast<std::int8_t>(scale[i]));
+      float* out = y + 128 * h;
+      for (int j = 0; j < 32; ++j) {
+        const int s = j / 16;
+        out[j] = ds[s] * static_cast<float>(((low[j] & 15) | ((high[j] & 3) << 4)) - 32);
+        out[j + 32] = ds[s + 2] * static_cast<float>(((low[j + 32] & 15) | (((high[j] >> 2) & 3) << 4)) - 32);
+        out[j + 64] = ds[s + 4] * static_cast<float>(((low[j] >> 4) | (((high[j] >> 4) & 3) << 4)) - 32);
+        out[j + 96] = ds[s + 6] * static_cast<float>(((low[j + 32] >> 4) | ((high[j] >> 6) << 4)) - 32);
+      }
+    }
+  }
+}
+
+using RowFunction = void (*)(const std::uint8_t* blocks, float* y, std::size_t n);
+
+// nullptr for a type without arithmetic.
+static inline RowFunction row_function(gguf::DType type) {
+  switch (type) {
+    case gguf::DType::F32:
+      return f32;
+    case gguf::DType::F16:
+      return f16;
+    case gguf::DType::BF16:
+      return bf16;
+    case gguf::DType::Q4_0:
+      return q4_0;
+    case gguf::DType::Q4_1:
+      return q4_1;
+    case gguf::DType::Q5_0:
+      return q5_0;
+    case gguf::DType::Q5_1:
+      return q5_1;
+    case gguf::DType::Q8_0:
+      return q8_0;
+    case gguf::DType::Q4_K:
+      return q4_k;
+    case gguf::DType::Q5_K:
+      return q5_k;
+    case gguf::DType::Q6_K:
+      return q6_k;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace blocks
+}  // namespace ringlm

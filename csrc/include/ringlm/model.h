@@ -1,0 +1,43 @@
+// A model: weights mapped from a GGUF file, and the backend that computes with them. Immutable after
+// opening; any number of sessions, on any threads, share one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "ringlm/config.h"
+
+namespace ringlm {
+
+struct ModelOptions {
+  int n_threads = 0;            // 0: as many as the process may use
+  std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
+};
+
+class Model {
+ public:
+  // Throws FileFormatError, UnsupportedModelError, InvalidArgument or DeviceError, or Error when the file
+  // cannot be read.
+  static std::shared_ptr<const Model> open(const std::filesystem::path& path,
+                                           const ModelOptions& options = {});
+  ~Model();
+
+  const Config& config() const noexcept;
+  std::span<const std::filesystem::path> paths() const noexcept;  // the file, or all shards
+  std::size_t weight_bytes() const noexcept;  // of the bound tensors, as they lie in the file
+  int n_threads() const noexcept;
+  std::string backend() const;  // "reference", or the instruction set: "generic", "avx2", "avx512", "neon"
+
+  struct Parts;  // for the rest of the library
+  const Parts& parts() const noexcept { return *parts_; }
+
+ private:
+  explicit Model(std::unique_ptr<Parts> parts);
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace ringlm

@@ -1,0 +1,90 @@
+#include "kv/memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "ringlm/error.h"
+
+namespace ringlm::kv {
+namespace {
+
+std::optional<std::uint64_t> first_number(const std::string& path) {
+  std::ifstream in(path);
+  std::uint64_t n = 0;
+  if (in >> n) return n;
+  return std::nullopt;  // absent, or "max"
+}
+
+std::optional<std::uint64_t> mem_available() {
+  std::ifstream in("/proc/meminfo");
+  std::string key, unit;
+  std::uint64_t kib = 0;
+  while (in >> key >> kib) {
+    std::getline(in, unit);
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return std::nullopt;
+}
+
+// What is left of the limit of this process's own control group (v2), as seen from inside a container.
+std::optional<std::uint64_t> cgroup_available() {
+  const std::string root = "/sys/fs/cgroup";
+  const auto limit = first_number(root + "/memory.max");
+  const auto used = first_number(root + "/memory.current");
+  if (!limit || !used) return std::nullopt;
+  return *limit > *used ? *limit - *used : 0;
+}
+
+}  // namespace
+
+std::size_t available_memory() {
+  std::uint64_t n = std::numeric_limits<std::size_t>::max();
+  if (const auto machine = mem_available()) n = std::min(n, *machine);
+  if (const auto group = cgroup_available()) n = std::min(n, *group);
+  return static_cast<std::size_t>(n);
+}
+
+std::string format_bytes(std::size_t n) {
+  const char* const units[] = {"KiB", "MiB", "GiB", "TiB"};
+  if (n < 1024) return std::to_string(n) + " bytes";
+  double x = static_cast<double>(n) / 1024.0;
+  std::size_t unit = 0;
+  while (x >= 1024.0 && unit < 3) x /= 1024.0, ++unit;
+  char text[32];
+  std::snprintf(text, sizeof text, "%.*f %s", x < 10 ? 2 : x < 100 ? 1 : 0, x, units[unit]);
+  return text;
+}
+
+Region::Region(std::size_t bytes, const std::string& what, const std::string& advice) {
+  if (bytes == 0) return;
+  const auto refuse = [&](const std::string& found) {
+    throw OutOfMemory(what + " needs " + format_bytes(bytes) + ", " + found + "; " + advice);
+  };
+  if (const std::size_t there = available_memory(); bytes > there)
+    refuse("but only " + format_bytes(there) + " is available");
+  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (p == MAP_FAILED) refuse(std::string("which the system refuses (") + std::strerror(errno) + ")");
+  bytes_ = {static_cast<std::byte*>(p), bytes};
+}
+
+Region::~Region() {
+  if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
+}
+
+Region::Region(Region&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}
+
+Region& Region::operator=(Region&& other) noexcept {
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+}  // namespace ringlm::kv

@@ -1,0 +1,35 @@
+// Memory that is asked for once, when a session opens, and touched at once: running out happens then or
+// never.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace ringlm::kv {
+
+// Bytes that this process can still take without the kernel having to kill somebody: the machine's
+// available memory, or what is left of the cgroup's limit where that is less.
+std::size_t available_memory();
+
+// "1.50 GiB", "12.0 MiB", "640 bytes".
+std::string format_bytes(std::size_t n);
+
+// A zeroed, page-aligned anonymous mapping, every page of it present.
+class Region {
+ public:
+  Region() = default;
+  // Throws OutOfMemory, with nothing allocated, when `bytes` is more than is available; `what` names the use
+  // and `advice` says what would fit.
+  Region(std::size_t bytes, const std::string& what, const std::string& advice);
+  ~Region();
+  Region(Region&& other) noexcept;
+  Region& operator=(Region&& other) noexcept;
+
+  std::span<std::byte> bytes() const noexcept { return bytes_; }
+
+ private:
+  std::span<std::byte> bytes_;
+};
+
+}  // namespace ringlm::kv
