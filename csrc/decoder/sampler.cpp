@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <sstream>
 #include <string>
 
@@ -54,16 +55,14 @@ Row row_of(std::span<const float> logits, std::span<float, kBlock> tail) {
   return {logits.data(), tail.data(), logits.size()};
 }
 
-float max4(F4 v) { return std::max(std::max(v[0], v[1]), std::max(v[2], v[3])); }
-
 float max_of_block(const float* x) {
   F4 a = load4(x), b = load4(x + 4);
   for (std::size_t i = 8; i < kBlock; i += 8) {
-    const F4 c = load4(x + i), d = load4(x + i + 4);
-    a = select4(a > c, a, c);
-    b = select4(b > d, b, d);
+    a = max4(a, load4(x + i));
+    b = max4(b, load4(x + i + 4));
   }
-  return max4(select4(a > b, a, b));
+  a = max4(a, b);
+  return std::max(std::max(a[0], a[1]), std::max(a[2], a[3]));
 }
 
 // Fills out [n_blocks] and returns the largest.
@@ -76,24 +75,39 @@ float block_maxima(const Row& row, std::span<float> out) {
   return largest;
 }
 
-// Sum of exp((x - max) * inv_t) over the logits of a block that are at least `lowest`. Stores the terms
-// where Store is set.
-template <bool Store>
-double weigh_block(const float* x, float lowest, float max, float inv_t, float* out) {
-  const F4 low = splat(lowest), top = splat(max), scale = splat(inv_t);
-  F4 sum[4] = {};
-  for (std::size_t i = 0; i < kBlock; i += 16) {
-    for (std::size_t j = 0; j < 4; ++j) {
-      const F4 v = load4(x + i + 4 * j);
-      const F4 w = keep_if(v >= low, exp_nonpositive((v - top) * scale));
-      if constexpr (Store) store4(out + i + 4 * j, w);
-      sum[j] += w;
-    }
+double sum_of(F4 v) { return (static_cast<double>(v[0]) + v[1]) + (static_cast<double>(v[2]) + v[3]); }
+
+// exp((x - max) / temperature) of a row.
+class Weigher {
+ public:
+  Weigher(float max, float inv_t)
+      : max_(max), scale_(std::min(inv_t * kLog2E, kMaxFloat)), least_(max - 126.0f / scale_) {}
+
+  // Of logits that are at least `least`, else 0.
+  F4 operator()(F4 x, F4 least) const {
+    return keep_if(x >= least, exp2_nonpositive((x - splat(max_)) * splat(scale_)));
   }
-  double total = 0;
-  for (const F4& s : sum) total += (static_cast<double>(s[0]) + s[1]) + (static_cast<double>(s[2]) + s[3]);
-  return total;
-}
+  // Below this the weight counts as 0.
+  float least() const { return std::max(least_, -kMaxFloat); }
+
+  // Sum over a block, of logits that are at least `lowest`. Stores the weights in `out` unless it is null.
+  template <bool Store>
+  double block(const float* x, float lowest, float* out) const {
+    const F4 bound = splat(std::max(lowest, least()));
+    F4 sum[4] = {};
+    for (std::size_t i = 0; i < kBlock; i += 16) {
+      for (std::size_t j = 0; j < 4; ++j) {
+        const F4 w = (*this)(load4(x + i + 4 * j), bound);
+        if constexpr (Store) store4(out + i + 4 * j, w);
+        sum[j] += w;
+      }
+    }
+    return (sum_of(sum[0]) + sum_of(sum[1])) + (sum_of(sum[2]) + sum_of(sum[3]));
+  }
+
+ private:
+  float max_, scale_, least_;
+};
 
 // Position of the first value that is NaN or infinite, or the size.
 std::size_t first_not_finite(std::span<const float> x) {
@@ -108,9 +122,27 @@ std::size_t first_not_finite(std::span<const float> x) {
   return i;
 }
 
+// Divides the logits from `lo` to `hi` evenly: bin 0 holds hi, the last one (kBins) all that is below lo.
+// Falls as x rises, so a bin is a stretch of the order in which truncation keeps tokens.
+struct Binning {
+  float hi, scale;
+
+  Binning(float lo, float hi_) : hi(hi_) {
+    const double range = static_cast<double>(hi) - static_cast<double>(lo);
+    const bool divisible = range > 1e-30 && range < 1e30;  // otherwise bin 0 holds all
+    scale = divisible ? static_cast<float>((kBins - 1) / range) : 0;
+  }
+  I4 operator()(F4 x) const {
+    const F4 t = (splat(hi) - x) * splat(scale);
+    return __builtin_convertvector(min4(t, splat(kBins)), I4);
+  }
+  std::int32_t operator()(float x) const { return (*this)(splat(x))[0]; }
+};
+
 struct Entry {
   float x;
   std::uint32_t pos;
+  float weight;
 };
 
 // Scratch of find_cut: entries [n_vocab].
@@ -119,78 +151,113 @@ struct CutScratch {
   std::array<double, kBins + 1> mass;
 };
 
-// Where the prefix whose weight first reaches `target` ends. Only logits in [lo, hi] count; hi is the
-// largest of the row, lo is finite. If they do not reach the target, all of them are kept. A histogram
-// over [lo, hi] finds the bin in which the target is crossed, then that bin is divided in the same way,
-// until its logits are few or all equal.
-template <class Weight>
-Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float hi, double target,
-             Weight weight, CutScratch& scratch) {
-  std::vector<Entry>& entries = scratch.entries;
-  auto& mass = scratch.mass;
-  double above = 0, top = 0, scale = 0;
+// The first bin in which `above` plus the masses reaches the target; kBins + 1 if none. Adds the bins before
+// it to `above`.
+std::size_t crossing(std::span<const double> mass, double target, double& above) {
   std::size_t bin = 0;
-  // Falls as x rises; kBins for x < lo.
-  const auto bin_of = [&](float x) {
-    return static_cast<std::size_t>(std::min((top - static_cast<double>(x)) * scale, double{kBins}));
-  };
-  const auto set_range = [&] {
-    top = hi;
-    scale = (kBins - 1) / (static_cast<double>(hi) - static_cast<double>(lo));
-    mass.fill(0);
-  };
-  const auto find_bin = [&] {
-    for (bin = 0; bin < kBins && above + mass[bin] < target; ++bin) above += mass[bin];
-    return bin < kBins;
-  };
+  for (; bin < mass.size() && above + mass[bin] < target; ++bin) above += mass[bin];
+  return bin;
+}
 
-  const bool divide = lo < hi;
-  float least = lo;
-  if (divide) {
-    set_range();
-    for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-      if (block_max[b] < lo) continue;
-      const float* x = row.block(b);
-      for (std::size_t i = 0; i < kBlock; ++i) mass[bin_of(x[i])] += weight(b * kBlock + i);
-    }
-    if (!find_bin()) return {lo, kAll};
-    // A little below the bin, to skip blocks.
-    least = std::max(lo, static_cast<float>(top - static_cast<double>(bin + 2) / scale));
+// The same among a few entries: sorts them, or divides them further until they are few or all equal.
+Cut find_cut_among(std::span<Entry> entries, std::span<double> mass, double above, double target) {
+  const auto ascending = [](const Entry& a, const Entry& b) { return a.x < b.x; };
+  while (!entries.empty()) {
+    const auto [low, high] = std::minmax_element(entries.begin(), entries.end(), ascending);
+    const double lo = low->x, hi = high->x;
+    if (entries.size() <= kSortAtMost || lo == hi) break;
+    const double scale = (static_cast<double>(mass.size()) - 1) / (hi - lo);
+    const auto bin_of = [&](const Entry& e) { return static_cast<std::size_t>((hi - e.x) * scale); };
+    std::fill(mass.begin(), mass.end(), 0);
+    for (const Entry& e : entries) mass[bin_of(e)] += e.weight;
+    const std::size_t bin = crossing(mass, target, above);
+    if (bin == mass.size()) return {low->x, kAll};  // missed by rounding only
+    const auto end =
+        std::remove_if(entries.begin(), entries.end(), [&](const Entry& e) { return bin_of(e) != bin; });
+    entries = entries.first(static_cast<std::size_t>(end - entries.begin()));
   }
-  std::size_t m = 0;
-  for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-    if (block_max[b] < least) continue;
-    const float* x = row.block(b);
-    for (std::size_t i = 0; i < kBlock; ++i) {
-      entries[m] = {x[i], static_cast<std::uint32_t>(b * kBlock + i)};
-      m += divide ? bin_of(x[i]) == bin : x[i] >= lo;
-    }
-  }
-
-  while (true) {
-    const auto range = std::span(entries).first(m);
-    const auto [low, high] = std::minmax_element(range.begin(), range.end(),
-                                                 [](const Entry& a, const Entry& b) { return a.x < b.x; });
-    lo = low->x;
-    hi = high->x;
-    if (m <= kSortAtMost || lo == hi) break;
-    set_range();
-    for (const Entry& e : range) mass[bin_of(e.x)] += weight(e.pos);
-    if (!find_bin()) return {lo, kAll};  // by rounding only
-    m = static_cast<std::size_t>(
-        std::remove_if(range.begin(), range.end(), [&](const Entry& e) { return bin_of(e.x) != bin; }) -
-        range.begin());
-  }
-  const auto rest = std::span(entries).first(m);
-  if (lo < hi) {
-    std::sort(rest.begin(), rest.end(),
-              [](const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.pos < b.pos); });
-  }
-  for (const Entry& e : rest) {
-    above += weight(e.pos);
+  const auto before = [](const Entry& a, const Entry& b) {
+    return a.x > b.x || (a.x == b.x && a.pos < b.pos);
+  };
+  if (entries.size() <= kSortAtMost) std::sort(entries.begin(), entries.end(), before);
+  for (const Entry& e : entries) {
+    above += e.weight;
     if (above >= target) return {e.x, e.pos};
   }
-  return {lo, kAll};
+  return entries.empty() ? Cut{} : Cut{entries.back().x, kAll};
+}
+
+// Where a prefix of the row ends: at the k-th token (Weighted false, target k), or where the weights first
+// reach a fraction of their sum (Weighted true, target the fraction). `hi` is the largest logit. The cut is
+// expected at `lo` or above; without weights it must not be below. A histogram finds the bin in which the
+// target is crossed; only its tokens are looked at one by one. A target out of reach keeps everything.
+template <bool Weighted>
+Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float hi, double target,
+             CutScratch& scratch) {
+  if (!Weighted && lo == hi) {
+    for (std::size_t pos = 0; pos < row.size; ++pos) {
+      if (row.block(pos / kBlock)[pos % kBlock] == hi && --target <= 0) return {hi, pos};
+    }
+  }
+  const Weigher weigh(hi, 1);
+  const Binning bin_of(lo, hi);
+  auto& mass = scratch.mass;
+  mass.fill(0);
+  std::int32_t bins[16];
+  float weights[16];
+  for (std::size_t b = 0; b < row.n_blocks(); ++b) {
+    if (!Weighted && block_max[b] < lo) continue;
+    F4 below = {};
+    for (std::size_t i = 0; i < kBlock; i += 16) {
+      const float* x = row.block(b) + i;
+      F4 w[4];
+      I4 counted = {};
+      for (std::size_t j = 0; j < 4; ++j) {
+        const F4 v = load4(x + 4 * j);
+        if constexpr (Weighted) {
+          w[j] = weigh(v, splat(weigh.least()));
+          store4(weights + 4 * j, w[j]);
+        }
+        store4(bins + 4 * j, bin_of(v));
+        counted |= v >= splat(lo);
+      }
+      if (any(counted)) {
+        for (std::size_t j = 0; j < 16; ++j) {
+          mass[static_cast<std::size_t>(bins[j])] += Weighted ? static_cast<double>(weights[j]) : 1.0;
+        }
+      } else if constexpr (Weighted) {
+        below += (w[0] + w[1]) + (w[2] + w[3]);
+      }
+    }
+    mass[kBins] += sum_of(below);
+  }
+  if constexpr (Weighted) target *= std::accumulate(mass.begin(), mass.end(), 0.0);
+  double above = 0;
+  const std::size_t bin = crossing(mass, target, above);
+  if (bin > kBins) return {};
+
+  std::size_t m = 0;
+  const auto wanted = static_cast<std::int32_t>(bin);
+  for (std::size_t b = 0; b < row.n_blocks(); ++b) {
+    if (bin_of(block_max[b]) > wanted) continue;
+    for (std::size_t i = 0; i < kBlock; i += 16) {
+      const float* x = row.block(b) + i;
+      I4 hit[4];
+      for (std::size_t j = 0; j < 4; ++j) {
+        const F4 v = load4(x + 4 * j);
+        hit[j] = (bin_of(v) == I4{wanted, wanted, wanted, wanted}) & (v >= splat(-kMaxFloat));
+        store4(bins + 4 * j, hit[j]);
+        if constexpr (Weighted) store4(weights + 4 * j, weigh(v, splat(weigh.least())));
+      }
+      if (!any((hit[0] | hit[1]) | (hit[2] | hit[3]))) continue;
+      for (std::size_t j = 0; j < 16; ++j) {
+        const auto pos = static_cast<std::uint32_t>(b * kBlock + i + j);
+        scratch.entries[m] = {x[j], pos, Weighted ? weights[j] : 1.0f};
+        m += bins[j] != 0;
+      }
+    }
+  }
+  return find_cut_among(std::span(scratch.entries).first(m), mass, above, target);
 }
 
 // The smallest float that is not below v, within the finite floats.
@@ -271,13 +338,14 @@ float checked_max(std::span<const float> logits) {
   return largest;
 }
 
+// ln of the sum of exp(logits). The terms are floats (2e-7), their sum is a double.
 double log_sum_exp(std::span<const float> logits, float max) {
   std::array<float, kBlock> tail;
   const Row row = row_of(logits, tail);
+  const Weigher weigh(max, 1);
   double sum = 0;
-  for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-    sum += weigh_block<false>(row.block(b), -kMaxFloat, max, 1.0f, nullptr);
-  }
+  for (std::size_t b = 0; b < row.n_blocks(); ++b)
+    sum += weigh.block<false>(row.block(b), -kMaxFloat, nullptr);
   return static_cast<double>(max) + std::log(sum);
 }
 
@@ -304,7 +372,6 @@ struct Sampler::Impl {
   std::vector<float> adjusted;         // [n_blocks * kBlock] logits with bias and penalties
   std::vector<float> list;             // [n_blocks * kBlock] logits that top-k keeps, in id order
   std::vector<std::int32_t> list_ids;  // [n_blocks * kBlock]
-  std::vector<float> weights;          // [n_blocks * kBlock] exp(logit - max)
   CutScratch cut_scratch;
 
   Impl(std::int32_t n, SamplerParams p) : params(std::move(p)), rng(params.seed) {
@@ -332,7 +399,6 @@ struct Sampler::Impl {
         list.resize(padded);
         list_ids.resize(padded);
       }
-      if (params.top_p < 1) weights.resize(padded);
       if (top_k_on() || params.top_p < 1) cut_scratch.entries.resize(padded);
     }
   }
@@ -393,13 +459,16 @@ struct Sampler::Impl {
       std::nth_element(block_order.begin(), kth, block_order.end(), std::greater<>());
       lo = std::max(*kth, -kMaxFloat);
     } else {
-      for (std::size_t pos = 0; pos < row.size; ++pos) {
-        const float x = row.x[pos];
-        lo = x < lo && x >= -kMaxFloat ? x : lo;
+      F4 least = splat(kMaxFloat);  // of the finite ones
+      for (std::size_t b = 0; b < n_blocks; ++b) {
+        for (std::size_t i = 0; i < kBlock; i += 4) {
+          const F4 x = load4(row.block(b) + i);
+          least = min4(least, x >= splat(-kMaxFloat) ? x : least);
+        }
       }
+      lo = std::min(std::min(least[0], least[1]), std::min(least[2], least[3]));
     }
-    const auto one = [](std::size_t) { return 1.0; };
-    const Cut cut = find_cut(row, block_max, lo, max, static_cast<double>(k), one, cut_scratch);
+    const Cut cut = find_cut<false>(row, block_max, lo, max, static_cast<double>(k), cut_scratch);
 
     std::size_t m = 0;
     for (std::size_t b = 0; b < n_blocks; ++b) {
@@ -419,24 +488,20 @@ struct Sampler::Impl {
     return kept;
   }
 
-  // Where top-p cuts the row.
+  // Where top-p cuts the row. Tokens that each have less than (1 - p) / size of the largest weight do not
+  // have 1 - p of the sum together, so the cut lies above them.
   Cut nucleus(const Row& row, float max) {
-    double total = 0;
-    for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-      total += weigh_block<true>(row.block(b), -kMaxFloat, max, 1.0f, weights.data() + b * kBlock);
-    }
-    // Tokens with less than (1 - p) / size of the mass do not have (1 - p) of it together.
-    const double floor = log_positive((1 - params.top_p) * total / static_cast<double>(row.size)) - 1e-3;
+    const double floor = log_positive((1 - params.top_p) / static_cast<double>(row.size)) - 1e-3;
     const float lo = std::max(std::nextafter(float_not_below(max + floor), -kInf), -kMaxFloat);
-    const auto weight = [this](std::size_t pos) { return static_cast<double>(weights[pos]); };
-    return find_cut(row, block_max, lo, max, params.top_p * total, weight, cut_scratch);
+    return find_cut<true>(row, block_max, lo, max, params.top_p, cut_scratch);
   }
 
   // Draws among the tokens that the cut keeps; they are visited by ascending id.
   std::int32_t draw(const Row& row, Cut cut, float max) {
     const std::size_t edge_block = cut.last / kBlock;
     const float above = std::nextafter(cut.lowest, kInf);
-    const auto weigh = [&]<bool Store>(std::size_t b, float* out) {
+    const Weigher weigh(max, inv_t);
+    const auto weigh_block = [&](std::size_t b, float* out) {
       if (block_max[b] < cut.lowest) return 0.0;
       const float* x = row.block(b);
       if (b == edge_block) {
@@ -446,12 +511,13 @@ struct Sampler::Impl {
         }
         x = edge.data();
       }
-      return weigh_block<Store>(x, b > edge_block ? above : cut.lowest, max, inv_t, out);
+      const float lowest = b > edge_block ? above : cut.lowest;
+      return out ? weigh.block<true>(x, lowest, out) : weigh.block<false>(x, lowest, out);
     };
 
     double total = 0;
     for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-      block_sum[b] = weigh.template operator()<false>(b, nullptr);
+      block_sum[b] = weigh_block(b, nullptr);
       total += block_sum[b];
     }
     double left = rng.uniform() * total;
@@ -463,7 +529,7 @@ struct Sampler::Impl {
       left -= block_sum[b];
     }
     std::array<float, kBlock> w;
-    weigh.template operator()<true>(chosen, w.data());
+    weigh_block(chosen, w.data());
     // The sum of a block is rounded differently from this one: the last token takes the difference.
     std::size_t pos = 0;
     for (std::size_t i = 0; i < kBlock; ++i) {

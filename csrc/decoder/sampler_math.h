@@ -20,29 +20,35 @@ inline F4 load4(const float* p) {
   return v;
 }
 inline void store4(float* p, F4 v) { std::memcpy(p, &v, sizeof v); }
+inline void store4(std::int32_t* p, I4 v) { std::memcpy(p, &v, sizeof v); }
+inline bool any(I4 mask) {
+  std::uint64_t half[2];
+  std::memcpy(half, &mask, sizeof mask);
+  return (half[0] | half[1]) != 0;
+}
 inline F4 splat(float v) { return F4{v, v, v, v}; }
 inline F4 keep_if(I4 mask, F4 v) { return (F4)(mask & (I4)v); }
-inline F4 select4(I4 mask, F4 a, F4 b) { return (F4)((mask & (I4)a) | (~mask & (I4)b)); }
+inline F4 max4(F4 a, F4 b) { return a > b ? a : b; }  // b if a is NaN
+inline F4 min4(F4 a, F4 b) { return a < b ? a : b; }
 
-// exp(x) for x <= 0, within 1 ulp (measured over all such floats). 0 below -87, and for NaN and minus
-// infinity: no result is denormal. x = n ln 2 + r with |r| <= ln 2 / 2, and exp(r) = 1 + r + r^2 q(r) with
-// the q of degree 4 that minimizes the largest relative error (3.6e-9; Remez weights, float coefficients).
-inline F4 exp_nonpositive(F4 x) {
-  const F4 lowest = splat(-87.0f);
-  const F4 round = splat(0x1.8p23f);  // adding it leaves round(x / ln 2) in the low bits
-  const I4 live = x >= lowest;
-  x = select4(live, x, lowest);
-  const F4 shifted = x * splat(0x1.715476p0f) + round;
-  const F4 n = shifted - round;
-  // ln 2 in two parts; the first has 10 bits, so n times it is exact.
-  const F4 r = (x - n * splat(0x1.63p-1f)) - n * splat(-0x1.bd0106p-13f);
-  F4 q = splat(0x1.6a23cep-10f);
-  q = q * r + splat(0x1.123a2p-7f);
-  q = q * r + splat(0x1.5558f2p-5f);
-  q = q * r + splat(0x1.555492p-3f);
-  q = q * r + splat(0x1.fffffcp-2f);
-  const F4 e = (r * r * q + r) + splat(1.0f);
-  return keep_if(live, (F4)((U4)e + ((U4)shifted << 23)));
+constexpr float kLog2E = 0x1.715476p0f;
+
+// 2^y for y <= 0, within 1.25 ulp; 2^-126 for y < -126 and NaN, so that no result is denormal. With
+// y = n + f and |f| <= 1/2: 2^f = 1 + f p(f), where p of degree 5 minimizes the largest relative error over
+// the interval (2e-9, then rounded to floats), and n goes into the exponent.
+inline F4 exp2_nonpositive(F4 y) {
+  y = max4(y, splat(-126.0f));
+  const F4 round = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
+  const F4 shifted = y + round;
+  const F4 f = y - (shifted - round);
+  F4 p = splat(0x1.41fbbcp-13f);
+  p = p * f + splat(0x1.5f3e52p-10f);
+  p = p * f + splat(0x1.3b2d4cp-7f);
+  p = p * f + splat(0x1.c6aee8p-5f);
+  p = p * f + splat(0x1.ebfbdcp-3f);
+  p = p * f + splat(0x1.62e43p-1f);
+  const F4 e = p * f + splat(1.0f);
+  return (F4)((U4)e + ((U4)shifted << 23));
 }
 
 // ln(x) for finite x > 0, to about 2 ulp: x = 2^e m with m in [1/sqrt 2, sqrt 2), ln m = 2 artanh((m - 1) /
