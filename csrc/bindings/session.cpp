@@ -3,6 +3,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <optional>
 #include <string>
@@ -88,9 +89,9 @@ void bind_session(py::module_& m) {
            }),
            py::arg("model"), py::arg("n_ctx") = 0, py::arg("kv_k") = "f16", py::arg("kv_v") = "f16",
            py::arg("chunk") = 128)
-      .def("prefill", &prefill, py::arg("tokens"), py::arg("out") = py::none(), py::arg("all_logits") = false,
+      .def("prefill", &prefill, py::arg("tokens"), py::arg("out").noconvert() = py::none(), py::arg("all_logits") = false,
            py::arg("progress") = py::none())
-      .def("decode", &decode, py::arg("token"), py::arg("out") = py::none())
+      .def("decode", &decode, py::arg("token"), py::arg("out").noconvert() = py::none())
       .def("sample", &Session::sample, py::arg("sampler"), Release())
       .def("log_probability", &Session::log_probability, py::arg("id"), Release())
       .def(

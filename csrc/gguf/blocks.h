@@ -2,7 +2,7 @@
 //
 // d and m are f16, q are the codes. The order of operations is that of the `gguf` package, so results are
 // equal to the last bit. The row functions have internal linkage: each instruction set's translation unit
-// compiles its own copy and the compiler vectorizes the plain loops.
+// compiles its own copy and the compiler vectorizes the plain loops (which needs __restrict: bytes may alias anything).
 #pragma once
 
 #include <cstddef>
@@ -34,20 +34,26 @@ static inline std::uint16_t u16_at(const std::uint8_t* p) {
 static inline float f16_at(const std::uint8_t* p) { return f16_to_f32(u16_at(p)); }
 
 // n elements each, whole blocks.
-static inline void f32(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void f32(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   std::memcpy(y, p, n * sizeof(float));
 }
 
-static inline void f16(const std::uint8_t* p, float* y, std::size_t n) {
-  for (std::size_t i = 0; i < n; ++i) y[i] = f16_at(p + 2 * i);
+static inline void f16(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
+  std::size_t i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 2 * i))));
+  }
+#endif
+  for (; i < n; ++i) y[i] = f16_at(p + 2 * i);
 }
 
-static inline void bf16(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void bf16(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) y[i] = bf16_to_f32(u16_at(p + 2 * i));
 }
 
 // 32 weights: d, 16 bytes of two codes. y = (q - 8) d.
-static inline void q4_0(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q4_0(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 32, p += 18, y += 32) {
     const float d = f16_at(p);
     for (int j = 0; j < 16; ++j) {
@@ -58,7 +64,7 @@ static inline void q4_0(const std::uint8_t* p, float* y, std::size_t n) {
 }
 
 // 32 weights: d, m, 16 bytes of two codes. y = q d + m.
-static inline void q4_1(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q4_1(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 32, p += 20, y += 32) {
     const float d = f16_at(p), m = f16_at(p + 2);
     for (int j = 0; j < 16; ++j) {
@@ -68,39 +74,43 @@ static inline void q4_1(const std::uint8_t* p, float* y, std::size_t n) {
   }
 }
 
-// The fifth bits of 32 codes, one a bit, as a byte of 0 or 16 each.
-static inline void fifth_bits(const std::uint8_t* p, std::uint8_t high[32]) {
-  for (int j = 0; j < 32; ++j) high[j] = static_cast<std::uint8_t>(((p[j / 8] >> (j % 8)) & 1) << 4);
+static inline std::uint32_t u32_at(const std::uint8_t* p) {
+  std::uint32_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// Five bits from a nibble and bit j of `high`.
+static inline float five_bits(int nibble, std::uint32_t high, int j) {
+  return static_cast<float>(nibble | static_cast<int>(((high >> j) << 4) & 16u));
 }
 
 // 32 weights: d, 4 bytes of fifth bits, 16 bytes of two codes. y = (q - 16) d.
-static inline void q5_0(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q5_0(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 32, p += 22, y += 32) {
     const float d = f16_at(p);
-    std::uint8_t high[32];
-    fifth_bits(p + 2, high);
+    const std::uint32_t high = u32_at(p + 2);
     for (int j = 0; j < 16; ++j) {
-      y[j] = static_cast<float>(((p[6 + j] & 15) | high[j]) - 16) * d;
-      y[j + 16] = static_cast<float>(((p[6 + j] >> 4) | high[j + 16]) - 16) * d;
+      y[j] = (five_bits(p[6 + j] & 15, high, j) - 16.0f) * d;
+      y[j + 16] = (five_bits(p[6 + j] >> 4, high, j + 16) - 16.0f) * d;
     }
   }
 }
 
 // 32 weights: d, m, 4 bytes of fifth bits, 16 bytes of two codes. y = q d + m.
-static inline void q5_1(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q5_1(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 32, p += 24, y += 32) {
     const float d = f16_at(p), m = f16_at(p + 2);
-    std::uint8_t high[32];
-    fifth_bits(p + 4, high);
+    const std::uint32_t high = u32_at(p + 4);
     for (int j = 0; j < 16; ++j) {
-      y[j] = static_cast<float>((p[8 + j] & 15) | high[j]) * d + m;
-      y[j + 16] = static_cast<float>((p[8 + j] >> 4) | high[j + 16]) * d + m;
+      y[j] = five_bits(p[8 + j] & 15, high, j) * d + m;
+      y[j + 16] = five_bits(p[8 + j] >> 4, high, j + 16) * d + m;
     }
   }
 }
 
 // 32 weights: d, 32 signed codes. y = q d.
-static inline void q8_0(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q8_0(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 32, p += 34, y += 32) {
     const float d = f16_at(p);
     for (int j = 0; j < 32; ++j) y[j] = static_cast<float>(static_cast<std::int8_t>(p[2 + j])) * d;
@@ -120,7 +130,7 @@ static inline void k_scales(const std::uint8_t* s, std::uint8_t scale[8], std::u
 
 // 256 weights: d, dmin, 12 bytes of scales, 128 bytes of two codes; eight groups of 32, in pairs that share
 // their bytes. y = q (d scale) - dmin minimum.
-static inline void q4_k(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q4_k(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 256, p += 144, y += 256) {
     const float d = f16_at(p), dmin = f16_at(p + 2);
     std::uint8_t scale[8], minimum[8];
@@ -138,7 +148,7 @@ static inline void q4_k(const std::uint8_t* p, float* y, std::size_t n) {
 }
 
 // 256 weights: as Q4_K with 32 bytes of fifth bits before the codes; bit g of byte j belongs to group g.
-static inline void q5_k(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q5_k(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 256, p += 176, y += 256) {
     const float d = f16_at(p), dmin = f16_at(p + 2);
     std::uint8_t scale[8], minimum[8];
@@ -159,7 +169,7 @@ static inline void q5_k(const std::uint8_t* p, float* y, std::size_t n) {
 // 256 weights: 128 bytes of low nibbles, 64 bytes of upper bit pairs, 16 signed scales (one for 16 weights),
 // d. Half h of 128 weights: quarters of 32 take nibble and bit pair from one shared set of bytes. y = (q -
 // 32) (d scale).
-static inline void q6_k(const std::uint8_t* p, float* y, std::size_t n) {
+static inline void q6_k(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 256, p += 210, y += 256) {
     const float d = f16_at(p + 208);
     for (int h = 0; h < 2; ++h) {
@@ -168,13 +178,15 @@ static inline void q6_k(const std::uint8_t* p, float* y, std::size_t n) {
       const std::uint8_t* scale = p + 192 + 8 * h;
       float ds[8];
       for (int i = 0; i < 8; ++i) ds[i] = d * static_cast<float>(static_cast<std::int8_t>(scale[i]));
-      float* out = y + 128 * h;
-      for (int j = 0; j < 32; ++j) {
-        const int s = j / 16;
-        out[j] = ds[s] * static_cast<float>(((low[j] & 15) | ((high[j] & 3) << 4)) - 32);
-        out[j + 32] = ds[s + 2] * static_cast<float>(((low[j + 32] & 15) | (((high[j] >> 2) & 3) << 4)) - 32);
-        out[j + 64] = ds[s + 4] * static_cast<float>(((low[j] >> 4) | (((high[j] >> 4) & 3) << 4)) - 32);
-        out[j + 96] = ds[s + 6] * static_cast<float>(((low[j + 32] >> 4) | ((high[j] >> 6) << 4)) - 32);
+      for (int s = 0; s < 2; ++s) {  // a scale covers 16 weights
+        for (int i = 0; i < 16; ++i) {
+          const int j = 16 * s + i;
+          float* out = y + 128 * h + j;
+          out[0] = ds[s] * static_cast<float>(((low[j] & 15) | ((high[j] & 3) << 4)) - 32);
+          out[32] = ds[s + 2] * static_cast<float>(((low[j + 32] & 15) | (((high[j] >> 2) & 3) << 4)) - 32);
+          out[64] = ds[s + 4] * static_cast<float>(((low[j] >> 4) | (((high[j] >> 4) & 3) << 4)) - 32);
+          out[96] = ds[s + 6] * static_cast<float>(((low[j + 32] >> 4) | ((high[j] >> 6) << 4)) - 32);
+        }
       }
     }
   }

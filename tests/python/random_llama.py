@@ -1,0 +1,217 @@
+"""Random-weight models of the llama architecture, written with the `gguf` package, and what they compute in float64.
+
+Both are made from the same arrays, so the oracle shares nothing with ringlm but the file format's definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A small llama. `types` maps the end of a tensor name (or "default") to a GGUF type."""
+
+    n_vocab: int = 96
+    n_embd: int = 64
+    n_layer: int = 2
+    n_head: int = 4
+    n_head_kv: int = 2
+    head_dim: int | None = None
+    n_ff: int = 96
+    n_ctx_train: int = 256
+    rope_base: float = 10000.0
+    rope_dims: int | None = None
+    rope_factor: float | None = None
+    freq_factors: bool = False
+    tied: bool = False
+    biases: bool = True
+    eps: float = 1e-5
+    seed: int = 0
+    types: dict[str, str] = field(default_factory=lambda: {"default": "F32"})
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def turning(self) -> int:
+        return self.rope_dims or self.dim
+
+    def with_(self, **changes: object) -> Shape:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def random_weights(s: Shape) -> dict[str, Array]:
+    """float32 tensors by GGUF name; a matrix is [outputs, inputs]."""
+    rng = np.random.default_rng(s.seed)
+
+    def matrix(rows: int, cols: int) -> Array:
+        return (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+
+    def norm(n: int) -> Array:
+        return (1.0 + 0.3 * rng.standard_normal(n)).astype(np.float32)
+
+    def bias(n: int) -> Array:
+        return (0.2 * rng.standard_normal(n)).astype(np.float32)
+
+    q, kv = s.n_head * s.dim, s.n_head_kv * s.dim
+    w: dict[str, Array] = {"token_embd.weight": rng.standard_normal((s.n_vocab, s.n_embd)).astype(np.float32)}
+    for i in range(s.n_layer):
+        p = f"blk.{i}."
+        w[p + "attn_norm.weight"] = norm(s.n_embd)
+        w[p + "attn_q.weight"] = 2 * matrix(q, s.n_embd)
+        w[p + "attn_k.weight"] = 2 * matrix(kv, s.n_embd)
+        w[p + "attn_v.weight"] = matrix(kv, s.n_embd)
+        w[p + "attn_output.weight"] = matrix(s.n_embd, q)
+        w[p + "ffn_norm.weight"] = norm(s.n_embd)
+        w[p + "ffn_gate.weight"] = matrix(s.n_ff, s.n_embd)
+        w[p + "ffn_up.weight"] = matrix(s.n_ff, s.n_embd)
+        w[p + "ffn_down.weight"] = matrix(s.n_embd, s.n_ff)
+        if s.biases:
+            for name, n in [("attn_q", q), ("attn_k", kv), ("attn_v", kv), ("attn_output", s.n_embd)]:
+                w[p + name + ".bias"] = bias(n)
+            for name, n in [("ffn_gate", s.n_ff), ("ffn_up", s.n_ff), ("ffn_down", s.n_embd)]:
+                w[p + name + ".bias"] = bias(n)
+    w["output_norm.weight"] = norm(s.n_embd)
+    if not s.tied:
+        w["output.weight"] = matrix(s.n_vocab, s.n_embd)
+    if s.freq_factors:
+        w["rope_freqs.weight"] = rng.uniform(1.0, 8.0, s.turning // 2).astype(np.float32)
+    return w
+
+
+def random_blocks(
+    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, rows: int, cols: int, scale: float = 0.02
+) -> Array:
+    """Raw blocks [rows, bytes] of a quantized type: every code random, scales around `scale`."""
+    block, size = gguf.GGML_QUANT_SIZES[qtype]
+    n = rows * cols // block
+    data = rng.integers(0, 256, (n, size), dtype=np.uint8)
+    # Where each type keeps its f16 scale (and minimum).
+    places = {
+        "Q4_0": [0],
+        "Q4_1": [0, 2],
+        "Q5_0": [0],
+        "Q5_1": [0, 2],
+        "Q8_0": [0],
+        "Q4_K": [0, 2],
+        "Q5_K": [0, 2],
+        "Q6_K": [208],
+    }
+    shrink = {"Q8_0": 16.0, "Q4_K": 32.0, "Q5_K": 64.0, "Q6_K": 512.0}.get(qtype.name, 1.0)
+    for at in places[qtype.name]:
+        d = (rng.uniform(-1.0, 1.0, n) * scale / shrink).astype(np.float16)
+        data[:, at : at + 2] = d.view(np.uint8).reshape(n, 2)
+    return data.reshape(rows, cols // block * size)
+
+
+def stored_as(
+    name: str, array: Array, types: dict[str, str], rng: np.random.Generator
+) -> tuple[Array, gguf.GGMLQuantizationType, Array]:
+    """(bytes to write, their type, the float32 values that they mean)."""
+    wanted = next((t for end, t in types.items() if name.endswith(end)), types["default"])
+    if array.ndim == 1:
+        wanted = "F32"
+    qtype = gguf.GGMLQuantizationType[wanted]
+    if wanted == "F32":
+        return array, qtype, array
+    if wanted in ("Q4_K", "Q5_K", "Q6_K"):  # the package reads these but cannot write them
+        raw = random_blocks(rng, qtype, *array.shape)
+    else:
+        raw = gguf.quants.quantize(array, qtype)
+    return raw, qtype, gguf.quants.dequantize(raw, qtype).reshape(array.shape).astype(np.float32)
+
+
+def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> dict[str, Array]:
+    """Writes the model; returns the weights as the file means them. Extra metadata: str, bool, int or float."""
+    rng = np.random.default_rng(s.seed + 1)
+    w = gguf.GGUFWriter(path, "llama")
+    w.add_context_length(s.n_ctx_train)
+    w.add_embedding_length(s.n_embd)
+    w.add_block_count(s.n_layer)
+    w.add_feed_forward_length(s.n_ff)
+    w.add_head_count(s.n_head)
+    w.add_head_count_kv(s.n_head_kv)
+    w.add_layer_norm_rms_eps(s.eps)
+    w.add_rope_freq_base(s.rope_base)
+    w.add_rope_dimension_count(s.turning)
+    if s.head_dim:
+        w.add_key_length(s.head_dim)
+        w.add_value_length(s.head_dim)
+    if s.rope_factor:
+        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        w.add_rope_scaling_factor(s.rope_factor)
+    for key, value in (metadata or {}).items():
+        add = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string}[type(value)]
+        add(key, value)
+    meant = {}
+    for name, array in random_weights(s).items():
+        raw, qtype, meant[name] = stored_as(name, array, s.types, rng)
+        w.add_tensor(name, raw, raw_dtype=qtype)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return meant
+
+
+def rounded(x: Array, kv: str) -> Array:
+    """What a K or V row is after having been stored."""
+    return x.astype({"f32": np.float32, "f16": np.float16}[kv]).astype(np.float64)
+
+
+def reference_logits(s: Shape, weights: dict[str, Array], tokens: list[int], kv: str = "f32") -> Array:
+    """Logits [n_tokens, n_vocab] in float64, by the definitions, for the whole text at once."""
+    w = {name: a.astype(np.float64) for name, a in weights.items()}
+    T, group = len(tokens), s.n_head // s.n_head_kv
+
+    def bias(name: str) -> Array:
+        return w.get(name, np.zeros(1))
+
+    def norm(x: Array, weight: Array) -> Array:
+        return weight * x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float64(np.float32(s.eps)))
+
+    frequency = s.rope_base ** (-np.arange(0, s.turning, 2) / s.turning) / (s.rope_factor or 1.0)
+    if s.freq_factors:
+        frequency = frequency / w["rope_freqs.weight"]
+    turn = np.exp(1j * np.arange(T)[:, None, None] * frequency)  # [T, 1, pairs]
+
+    def rope(x: Array) -> Array:  # [T, heads, dim]; GGUF's llama turns neighbours
+        pairs = (x[..., 0 : s.turning : 2] + 1j * x[..., 1 : s.turning : 2]) * turn
+        out = x.copy()
+        out[..., 0 : s.turning : 2], out[..., 1 : s.turning : 2] = pairs.real, pairs.imag
+        return out
+
+    x = w["token_embd.weight"][tokens]
+    causal = np.where(np.tri(T, dtype=bool), 0.0, -np.inf)
+    for i in range(s.n_layer):
+        p = f"blk.{i}."
+        h = norm(x, w[p + "attn_norm.weight"])
+        q, k, v = (
+            (h @ w[f"{p}attn_{n}.weight"].T + bias(f"{p}attn_{n}.bias")).reshape(T, -1, s.dim)
+            for n in ("q", "k", "v")
+        )
+        q, k = rope(q), rounded(rope(k), kv)
+        k, v = np.repeat(k, group, 1), np.repeat(rounded(v, kv), group, 1)
+        score = np.einsum("thd,shd->hts", q, k) / np.sqrt(s.dim) + causal
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        att = np.einsum("hts,shd->thd", weight, v).reshape(T, -1)
+        x = x + att @ w[p + "attn_output.weight"].T + bias(p + "attn_output.bias")
+        h = norm(x, w[p + "ffn_norm.weight"])
+        gate = h @ w[p + "ffn_gate.weight"].T + bias(p + "ffn_gate.bias")
+        up = h @ w[p + "ffn_up.weight"].T + bias(p + "ffn_up.bias")
+        x = x + (gate / (1.0 + np.exp(-gate)) * up) @ w[p + "ffn_down.weight"].T + bias(p + "ffn_down.bias")
+    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+def worst(found: Array, expected: Array) -> float:
+    """Largest difference over largest logit."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())

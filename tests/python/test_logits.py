@@ -1,0 +1,112 @@
+"""Logits of random llama models against the float64 oracle of random_llama.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from random_llama import Shape, random_blocks, reference_logits, worst, write_llama
+from ringlm import _core
+
+TOKENS = [
+    int(t) for t in np.random.default_rng(7).integers(0, 96, 150)
+]  # three tiles of attention, the last one cut
+
+SHAPES = {
+    "mha": Shape(n_head=4, n_head_kv=4),
+    "group-2": Shape(),
+    "group-3-tied": Shape(n_head=9, n_head_kv=3, n_embd=72, tied=True),
+    "group-4": Shape(n_head=8, n_head_kv=2),
+    "group-7": Shape(n_head=7, n_head_kv=1, n_embd=56, head_dim=16),
+    "group-8": Shape(n_head=16, n_head_kv=2, n_embd=64, head_dim=8),
+    "mqa": Shape(n_head=5, n_head_kv=1, n_embd=60, head_dim=12),
+    "head-dim-24": Shape(head_dim=24, rope_dims=16),
+    "no-bias": Shape(biases=False),
+    "llama-3-factors": Shape(freq_factors=True, rope_base=500000.0),
+    "linear-rope": Shape(rope_factor=4.0),
+    "one-layer-eps": Shape(n_layer=1, eps=1e-2),
+    "odd-widths": Shape(n_embd=50, head_dim=10, n_ff=37, n_vocab=97),
+}
+
+
+def all_logits(path: Path, kv: str, backend: str = "cpu", chunk: int = 64, n_threads: int = 2) -> np.ndarray:
+    model = _core.Model(str(path), n_threads, backend)
+    session = _core.Session(model, kv_k=kv, kv_v=kv, chunk=chunk)
+    out = np.zeros((len(TOKENS), model.config.n_vocab), np.float32)
+    session.prefill(np.array(TOKENS, np.int32), out, all_logits=True)
+    return out
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_float32(tmp_path: Path, name: str, backend: str) -> None:
+    shape = SHAPES[name]
+    weights = write_llama(tmp_path / "m.gguf", shape)
+    assert (
+        worst(all_logits(tmp_path / "m.gguf", "f32", backend), reference_logits(shape, weights, TOKENS))
+        < 2e-5
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_f16_cache_rounds_like_the_reference(tmp_path: Path, backend: str) -> None:
+    weights = write_llama(tmp_path / "m.gguf", Shape())
+    found = all_logits(tmp_path / "m.gguf", "f16", backend)
+    rounding = reference_logits(Shape(), weights, TOKENS, kv="f16")
+    # A value on the edge of two halves may fall either way; without rounding in the reference it is far off.
+    assert worst(found, rounding) < 2e-4
+    assert worst(found, reference_logits(Shape(), weights, TOKENS)) > worst(found, rounding)
+
+
+@pytest.mark.parametrize(
+    "qtype", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_quantized_weights(tmp_path: Path, qtype: str) -> None:
+    shape = Shape(n_embd=256, n_ff=256, types={"default": qtype})
+    weights = write_llama(tmp_path / "m.gguf", shape)
+    assert worst(all_logits(tmp_path / "m.gguf", "f32"), reference_logits(shape, weights, TOKENS)) < 5e-5
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
+    import os
+    import subprocess
+    import sys
+
+    shape = Shape(
+        n_embd=256,
+        n_ff=96,
+        types={"default": "Q8_0", "attn_q.weight": "Q5_K", "attn_k.weight": "Q6_K", "attn_v.weight": "Q4_1"},
+    )
+    weights = write_llama(tmp_path / "m.gguf", shape)
+    code = (
+        "import sys, numpy as np, test_logits as t; from pathlib import Path\n"
+        "np.save(sys.argv[2], t.all_logits(Path(sys.argv[1]), 'f32'))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m.gguf"), str(tmp_path / "out.npy")],
+        env={**os.environ, "RINGLM_ISA": isa, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "this processor runs" in run.stderr:
+        pytest.skip(f"this processor does not run {isa}")
+    assert run.returncode == 0, run.stderr
+    assert worst(np.load(tmp_path / "out.npy"), reference_logits(shape, weights, TOKENS)) < 5e-5
+
+
+@pytest.mark.parametrize(
+    "qtype", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_dequantization_equals_the_gguf_package(qtype: str) -> None:
+    number = gguf.GGMLQuantizationType[qtype]
+    rng = np.random.default_rng(3)
+    if qtype in ("F16", "BF16"):
+        raw = rng.integers(0, 0x7C00, (1, 2048), dtype=np.uint16).view(np.uint8)
+    else:
+        raw = random_blocks(rng, number, 64, 256)
+    expected = gguf.quants.dequantize(raw, number).ravel()
+    np.testing.assert_array_equal(_core.dequantize(int(number), raw.ravel()), expected)
