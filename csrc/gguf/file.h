@@ -10,63 +10,33 @@
 #include <filesystem>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "gguf/mapping.h"
+#include "gguf/name_index.h"
+#include "gguf/parse.h"
 #include "gguf/types.h"
+#include "gguf/values.h"
 
 namespace ringlm::gguf {
-
-enum class ValueType : std::uint32_t {
-  U8 = 0, I8 = 1, U16 = 2, I16 = 3, U32 = 4, I32 = 5, F32 = 6, Bool = 7, String = 8, Array = 9,
-  U64 = 10, I64 = 11, F64 = 12,
-};
-
-std::string_view name(ValueType type) noexcept;  // "u32", "string", "array"
-
-// One metadata value, still in the mapping. For an array `element` is the type of its elements and
-// `bytes` are the elements alone; for anything else element == type and count == 1.
-// Strings lie in `bytes` as the file has them: u64 length, then that many bytes, one after another.
-struct Value {
-  ValueType type;
-  ValueType element;
-  std::uint64_t count;
-  std::span<const std::byte> bytes;
-};
-
-struct Entry {
-  std::string_view key;
-  Value value;
-};
-
-struct Tensor {
-  std::string_view name;
-  DType type;
-  std::uint32_t n_dims;       // 1 to 4
-  std::uint64_t dims[4];      // dims[0] is contiguous (a row); unused ones are 1
-  std::uint64_t n_elements;
-  std::span<const std::byte> data;
-  std::uint32_t shard;        // which of paths() it lies in
-};
 
 class File {
  public:
   // Throws FileFormatError (bytes contradict the format), UnsupportedModelError (big-endian, unknown
-  // tensor type or version) or Error (the file cannot be opened). With `split.count` > 1 the siblings
-  // are found beside `path`, whichever of them it names, and their tensors are one set.
+  // tensor type or version, nested arrays) or Error (a file cannot be opened, or a sibling is missing).
+  // With `split.count` > 1 the siblings are found beside `path`, whichever of them it names, and their
+  // tensors are one set.
   static File open(const std::filesystem::path& path);
 
   std::uint32_t version() const noexcept { return version_; }
-  std::uint64_t alignment() const noexcept { return alignment_; }
+  std::uint64_t alignment() const noexcept { return alignment_; }  // of the first shard
   std::span<const std::filesystem::path> paths() const noexcept { return paths_; }
   std::uint64_t file_bytes() const noexcept;  // of all shards
 
-  std::span<const Entry> metadata() const noexcept { return metadata_; }   // of the first shard, in order
-  std::span<const Tensor> tensors() const noexcept { return tensors_; }    // of all shards, in order
-  const Value* find(std::string_view key) const noexcept;                  // nullptr when absent
+  std::span<const Entry> metadata() const noexcept { return metadata_; }  // of the first shard, in order
+  std::span<const Tensor> tensors() const noexcept { return tensors_; }   // of all shards, in order
+  const Value* find(std::string_view key) const noexcept;                 // nullptr when absent
   const Tensor* find_tensor(std::string_view name) const noexcept;
 
   // Typed reads of one key. nullopt when the key is absent; FileFormatError, naming key, found and
@@ -78,18 +48,19 @@ class File {
   std::optional<bool> get_bool(std::string_view key) const;
   std::optional<std::string_view> get_string(std::string_view key) const;
   std::optional<std::vector<std::string_view>> get_strings(std::string_view key) const;  // array of strings
-  std::optional<std::vector<std::int64_t>> get_ints(std::string_view key) const;   // array of integers or bools
-  std::optional<std::vector<double>> get_floats(std::string_view key) const;       // array of numbers
+  std::optional<std::vector<std::int64_t>> get_ints(
+      std::string_view key) const;                                            // array of integers or bools
+  std::optional<std::vector<double>> get_floats(std::string_view key) const;  // array of numbers
 
  private:
   std::uint32_t version_ = 0;
-  std::uint64_t alignment_ = 32;
+  std::uint64_t alignment_ = default_alignment;
   std::vector<std::filesystem::path> paths_;
   std::vector<Mapping> mappings_;
   std::vector<Entry> metadata_;
   std::vector<Tensor> tensors_;
-  std::unordered_map<std::string_view, std::size_t> key_index_;
-  std::unordered_map<std::string_view, std::size_t> tensor_index_;
+  NameIndex key_index_;
+  NameIndex tensor_index_;
 };
 
 }  // namespace ringlm::gguf
