@@ -32,9 +32,7 @@ class ByteLevelBPE:
     def __init__(self, vocab: Vocab, rules: PreTokenizer) -> None:
         self._vocab = vocab
         self._bytes = byte_characters()
-        self._user_defined = TokenMatcher(
-            {vocab.tokens[i]: i for i in vocab.of_type(TokenType.USER_DEFINED)}
-        )
+        self._user_defined = TokenMatcher({vocab.tokens[i]: i for i in vocab.of_type(TokenType.USER_DEFINED)})
         self._tokenizer = _build(vocab, rules)
 
     def encode(self, text: str) -> list[int]:
@@ -66,20 +64,24 @@ def _build(vocab: Vocab, rules: PreTokenizer) -> tokenizers.Tokenizer:
     if LONE_SURROGATE.search("".join(ids)):  # bytes that no text contains
         ids = {text: i for text, i in ids.items() if not LONE_SURROGATE.search(text)}
     hidden -= ids.keys()
-    merges = _parse_merges(vocab.merges, ids, hidden)
-    model = models.BPE(vocab=ids, merges=merges, ignore_merges=rules.ignore_merges)
+    try:
+        pairs = [tuple(line.split(" ")) for line in vocab.merges]
+        model = models.BPE(vocab=ids, merges=pairs, ignore_merges=rules.ignore_merges)  # type: ignore[arg-type]
+    except Exception:  # tokenizers raises no narrower type; a merge is wrong or touches a hidden token
+        merges = _checked_merges(vocab.merges, ids, hidden)
+        model = models.BPE(vocab=ids, merges=merges, ignore_merges=rules.ignore_merges)
     tokenizer = Tokenizer(model)
     if rules.nfc:
-        tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+        tokenizer.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = [
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns
     ]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return tokenizer
 
 
-def _parse_merges(lines: list[str], ids: dict[str, int], hidden: set[str]) -> list[tuple[str, str]]:
+def _checked_merges(lines: list[str], ids: dict[str, int], hidden: set[str]) -> list[tuple[str, str]]:
     """Pairs of "left right", without those that touch a hidden token."""
     merges = []
     for rank, line in enumerate(lines):

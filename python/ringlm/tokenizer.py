@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from importlib import import_module
 from operator import index
 from typing import Any
 
 from ringlm.detokenizer import TokenStream
 from ringlm.errors import FileFormatError, InvalidArgument
 from ringlm.token_matcher import TokenMatcher
-from ringlm.vocab import LONE_SURROGATE, Metadata, TokenType, Vocab, load_vocab
+from ringlm.vocab import LONE_SURROGATE, Metadata, TokenType, load_vocab
 
 
 class Tokenizer:
@@ -32,6 +33,7 @@ class Tokenizer:
         vocab = load_vocab(file)
         self._vocab = vocab
         self._model: Any
+        self._escape: Callable[[str], str] = str
         bos_default = False
         if vocab.model == "llama":
             from ringlm.sentencepiece_bpe import SentencePieceBPE, escape, piece_ids
@@ -45,7 +47,6 @@ class Tokenizer:
             from ringlm.pretokenizers import find_pre_tokenizer
 
             rules = find_pre_tokenizer(vocab.pre)
-            self._escape = str
             self._ids = dict(zip(vocab.tokens, range(len(vocab.tokens)), strict=True))
             self._model = ByteLevelBPE(vocab, rules)
             bos_default = rules.add_bos
@@ -182,7 +183,8 @@ class Tokenizer:
 
     @property
     def add_space_prefix(self) -> bool:
-        """Whether ``encode`` puts a space before a text (SentencePiece only; yes if the file does not say)."""
+        """Whether ``encode`` puts a space before a text (SentencePiece only, where the
+        default is yes)."""
         return self._vocab.add_space_prefix
 
     def __repr__(self) -> str:
@@ -211,7 +213,6 @@ class Tokenizer:
 
 
 def _open(path: str | os.PathLike[str]) -> Metadata:
-    from ringlm import _core
-
-    file: Metadata = _core.GGUF(os.fspath(path))
+    core: Any = import_module("ringlm._core")
+    file: Metadata = core.GGUF(os.fspath(path))
     return file

@@ -185,7 +185,7 @@ def _scores(file: Metadata, n: int) -> list[float]:
 def _types(file: Metadata, model: str, tokens: list[str], special: dict[str, int]) -> bytes:
     array = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
     if array is not None:
-        if len(array) and not (1 <= array.min() and array.max() <= 6):
+        if len(array) and not (array.min() >= 1 and array.max() <= 6):
             raise FileFormatError("tokenizer.ggml.token_type has values outside 1 to 6")
         return bytes(array.astype("uint8").tobytes())
     # Files from before the key existed: the special ids and the byte tokens are known all the same.
