@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ringlm.errors import FileFormatError
-from ringlm.pretokenizers import PreTokenizer
+from ringlm.pretokenizers import PreTokenizer, build_splitter
 from ringlm.token_matcher import TokenMatcher
 from ringlm.vocab import LONE_SURROGATE, TokenType, Vocab
 
@@ -54,7 +54,7 @@ class ByteLevelBPE:
 
 
 def _build(vocab: Vocab, rules: PreTokenizer) -> tokenizers.Tokenizer:
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, models, normalizers
 
     tokens = vocab.tokens
     # Merges (or a whole word, with ignore_merges) must never give a control token: take them all out.
@@ -73,11 +73,7 @@ def _build(vocab: Vocab, rules: PreTokenizer) -> tokenizers.Tokenizer:
     tokenizer = Tokenizer(model)
     if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns
-    ]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.pre_tokenizer = build_splitter(rules)
     return tokenizer
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringlm.tokenizer import Tokenizer
+
+# A beginning of a character at the end of the bytes: the well-formed sequences of RFC 3629, cut short.
+# (Python's incremental decoder would also wait behind the surrogates' ED A0..BF, which nothing completes.)
+_INCOMPLETE = re.compile(
+    rb"(?:[\xC2-\xDF]"
+    rb"|\xE0[\xA0-\xBF]?|\xED[\x80-\x9F]?|[\xE1-\xEC\xEE\xEF][\x80-\xBF]?"
+    rb"|\xF0(?:[\x90-\xBF][\x80-\xBF]?)?|\xF4(?:[\x80-\x8F][\x80-\xBF]?)?|[\xF1-\xF3][\x80-\xBF]{0,2})\Z"
+)
 
 
 class TokenStream:
@@ -23,19 +31,25 @@ class TokenStream:
         self._skip_special = skip_special
         self._strip_first = tokenizer.add_space_prefix and not continuation
         self._strip = self._strip_first
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
 
     def push(self, token: int) -> str:
         """Text that this token completes, often "" or one word. InvalidArgument for an unknown id."""
         raw = self._tokenizer.token_bytes(token)
         if self._tokenizer.is_control(token):
-            return "" if self._skip_special else self._decoder.decode(raw)
-        if self._strip:
+            if self._skip_special:
+                return ""
+        elif self._strip:
             self._strip = False
             raw = raw.removeprefix(b" ")
-        return self._decoder.decode(raw)
+        raw = self._held + raw
+        tail = _INCOMPLETE.search(raw)
+        end = tail.start() if tail else len(raw)
+        self._held = raw[end:]
+        return raw[:end].decode("utf-8", "replace")
 
     def flush(self) -> str:
         """What was held back, as U+FFFD."""
+        rest, self._held = self._held, b""
         self._strip = self._strip_first
-        return self._decoder.decode(b"", final=True)
+        return rest.decode("utf-8", "replace")

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ringlm.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
@@ -64,3 +68,14 @@ def find_pre_tokenizer(name: str | None) -> PreTokenizer:
         raise UnsupportedModelError(
             f"tokenizer.ggml.pre is {name!r}; known are {', '.join(sorted(PRE_TOKENIZERS))}"
         ) from None
+
+
+def build_splitter(rules: PreTokenizer) -> tokenizers.pre_tokenizers.PreTokenizer:
+    """The rules as a step of Hugging Face ``tokenizers``: words, in GPT-2's byte characters."""
+    from tokenizers import Regex, pre_tokenizers
+
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)
