@@ -1,14 +1,15 @@
 """Text that remembers, character by character, whether a template or a person wrote it.
 
-A chat template is a program: it trims, splits, searches and joins the messages it is given. To know afterwards which
-characters of its output came from a message, every character of a message is moved into code points that Unicode
-leaves unassigned (planes 4 to 13) before the template runs, and moved back after it. Slicing, joining, formatting
-and replacing carry the mark along by themselves, and nothing that a person types can shed it. What has to be
-taught is everything that looks *at* characters (comparisons, ``split``, ``strip``, case, JSON escapes): the
-functions here read the plain text, then cut the marked one. The mapping is one to one, so offsets agree.
+A chat template is a program: it trims, splits, searches and joins the messages it is given. To know
+afterwards which characters of its output came from a message, every character of a message is moved into code
+points that Unicode leaves unassigned (planes 4 to 13) before the template runs, and moved back after it.
+Slicing, joining, formatting and replacing carry the mark along by themselves, and nothing that a person types
+can shed it. What has to be taught is everything that looks *at* characters (comparisons, ``split``,
+``strip``, case, JSON escapes): the functions here read the plain text, then cut the marked one. The mapping
+is one to one, so offsets agree.
 
-An operation that is not taught sees unknown characters: it may then take another branch, but it can not turn a
-person's text into template text.
+An operation that is not taught sees unknown characters: it may then take another branch, but it can not turn
+a person's text into template text.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _TO_MARKED, _TO_PLAIN = _ToMarked(), _ToPlain()
 
 
 def clean(text: str) -> str:
-    """``text`` with U+FFFD for what no UTF-8 text holds: lone surrogates, and the unassigned planes 4 to 13."""
+    """``text`` with U+FFFD for what no UTF-8 text holds: lone surrogates, and the unassigned planes 4 to
+    13."""
     return text if text.isascii() else _UNUSABLE.sub("\ufffd", text)
 
 
@@ -91,13 +93,14 @@ def runs(text: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def carry(source: str, result: str) -> str:
-    """``result``, computed from plain ``source``, with the marks of ``source``; all marked if the lengths differ."""
+    """``result``, computed from plain ``source``, with the marks of ``source``; all marked if the lengths
+    differ."""
     if len(result) != len(source):
         return mark(result)
     return "".join(mark(result[a:b]) if marked else result[a:b] for a, b, marked in runs(source))
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------
+# ---- data --------------------------------------------------------------------------------------------------
 
 
 class Record(dict[Any, Any]):
@@ -165,7 +168,7 @@ _TO_ESCAPE_ASCII = re.compile(
 )
 
 
-# ---- the methods of str ---------------------------------------------------------------------------------------------
+# ---- the methods of str ------------------------------------------------------------------------------------
 
 
 def _locate(text: str, pieces: Iterable[str], gap: int | None) -> list[str]:

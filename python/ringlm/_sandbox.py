@@ -1,17 +1,16 @@
 """Where chat templates run: Jinja2's immutable sandbox, with a time limit, a budget and marked text.
 
-A template comes with the model file and is as trustworthy as the file. The sandbox keeps it from Python; it does not
-keep it from running for ever or from filling the memory. A thread can not be stopped from outside and signals work in
-the main thread alone, so the template stops itself: the syntax tree is rewritten before it is compiled so that every
-loop, comparison and concatenation passes through this environment, as calls, operators, attributes, filters and
-tests do anyway. Each passage looks at the clock and pays for the size of what it makes, in advance where a small
-expression makes a large result (``'a' * 10**10``). No single native step is then longer than the budget is wide.
+A template comes with the model file and is as trustworthy as the file. The sandbox keeps it from Python; it
+does not keep it from running for ever or from filling the memory. A thread can not be stopped from outside
+and signals work in the main thread alone, so the template stops itself: the syntax tree is rewritten before
+it is compiled so that every loop, comparison and concatenation passes through this environment, as calls,
+operators, attributes, filters and tests do anyway. Each passage looks at the clock and pays for the size of
+what it makes, in advance where a small expression makes a large result (``'a' * 10**10``). No single native
+step is then longer than the budget is wide.
 """
 
 from __future__ import annotations
 
-import html
-import operator
 import re
 import threading
 import time
@@ -20,18 +19,17 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Undefined, nodes, pass_context
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.ext import Extension
-from jinja2.filters import FILTERS as STOCK_FILTERS
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.tests import TESTS as STOCK_TESTS
 from jinja2.visitor import NodeTransformer
 
-from ringlm._provenance import METHODS, Record, carry, is_marked, mark, mark_data, plain, plain_data, to_json
+from ringlm._filters import FILTERS, TESTS, WIDTH, Stopped, compare, text_of
+from ringlm._provenance import METHODS, Record, mark, plain
 
 __all__ = ["BUDGET", "Refused", "Sandbox", "Stopped"]
 
@@ -39,14 +37,9 @@ __all__ = ["BUDGET", "Refused", "Sandbox", "Stopped"]
 BUDGET = 64 * 2**20
 _PER_ITERATION = 16  # a loop may also keep what it makes
 _BITS = 4096  # of an integer
-_WIDTH = 10_000  # largest padding, indent, or number of batches
 # Fields of format strings whose width or precision has five digits or is computed.
 _PERCENT_WIDE = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d*\.)?(?:\d{5}|\*)")
 _BRACE_WIDE = re.compile(r"\{[^{}]*:[^{}]*(?:\d{5}|\{)")
-
-
-class Stopped(JinjaError):
-    """The time limit or the budget is used up."""
 
 
 class Refused(JinjaError):
@@ -125,13 +118,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         self._meter = _Meter()
-        self.filters = {name: _metered(STOCK_FILTERS[name]) for name in _STOCK_FILTERS}
-        self.filters.update((name, _metered(fn)) for name, fn in _FILTERS.items())
-        self.tests = {name: _metered(fn) for name, fn in STOCK_TESTS.items()}
-        self.tests.update(
-            (name, _metered(_comparison(op))) for op, names in _COMPARING.items() for name in names
-        )
-        self.tests.update({"lower": _metered(_is_cased("islower")), "upper": _metered(_is_cased("isupper"))})
+        self.filters, self.tests = dict(FILTERS), dict(TESTS)
         self.globals = {
             "range": self.globals["range"],
             "namespace": self.globals["namespace"],
@@ -147,7 +134,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    # ---- the meter --------------------------------------------------------------------------------------------------
+    # ---- the meter -----------------------------------------------------------------------------------------
 
     @contextmanager
     def metered(self, seconds: float, budget: int) -> Iterator[None]:
@@ -171,7 +158,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.pay(len(value) if isinstance(value, (str, list, tuple, dict, set, bytes)) else 1)
         return value
 
-    # ---- what templates do ------------------------------------------------------------------------------------------
+    # ---- what templates do ---------------------------------------------------------------------------------
 
     def each(self, values: Any) -> Any:
         return _Each(self, values)
@@ -179,15 +166,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def compare(self, left: Any, *rest: Any) -> bool:
         for op, right in zip(rest[::2], rest[1::2], strict=True):
             self.pay(1)
-            if not _compare(op, left, right):
+            if not compare(op, left, right):
                 return False
             left = right
         return True
 
     def concatenate(self, *values: Any) -> str:
-        return self.concat(map(_text, values))
+        return self.concat(map(text_of, values))
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, parts: Iterable[str]) -> str:
         """Joins the pieces of a template, a macro or a block."""
         kept = []
         for part in parts:
@@ -196,20 +183,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def finish(self, value: Any) -> str:
-        text = _text(value)
+        text = text_of(value)
         self.pay(len(text))
         return text
 
-    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         self.pay(1)
         return self.made(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        return self.binary(operator, left, right)
+
+    def binary(self, operator: str, left: Any, right: Any) -> Any:
         self.pay(1)
         if operator == "%" and isinstance(left, str):
             _check_fields(_PERCENT_WIDE, left)
             values = right if isinstance(right, tuple) else (right,)
-            shown = tuple(_text(v) if isinstance(v, (list, tuple, dict)) else v for v in values)
+            shown = tuple(text_of(v) if isinstance(v, (list, tuple, dict)) else v for v in values)
             return self.made(left % (right if isinstance(right, Mapping) else shown))
         if operator == "*":
             for many, times in ((left, right), (right, left)):
@@ -266,274 +256,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 def _check_fields(wide: re.Pattern[str], text: str) -> None:
     if wide.search(plain(text)):
-        raise Stopped(f"the template pads text to {_WIDTH} characters or more, or to a computed width")
+        raise Stopped(f"the template pads text to {WIDTH} characters or more, or to a computed width")
 
 
 def _raise_exception(message: Any) -> None:
-    raise Refused(plain(_text(message)))
+    raise Refused(plain(text_of(message)))
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     """``dict(...)`` with all text keys marked, so that copies of data are looked up as data is."""
     return Record({mark(k) if isinstance(k, str) else k: v for k, v in dict(*args, **kwargs).items()})
-
-
-def _text(value: Any) -> str:
-    """``str(value)``, in which what Python quotes stays readable and marked."""
-    if isinstance(value, str):
-        return value
-    shown = str(value)
-    if isinstance(value, (list, tuple, dict)):
-        flat = str(plain_data(value))
-        return shown if shown == flat else mark(flat)
-    return shown
-
-
-def _compare(op: str, left: Any, right: Any) -> bool:
-    if op in ("in", "notin"):
-        return _contains(right, left) is (op == "in")
-    if isinstance(left, str) and isinstance(right, str):
-        left, right = plain(left), plain(right)
-    return bool(_OPERATORS[op](left, right))
-
-
-def _contains(container: Any, value: Any) -> bool:
-    if isinstance(value, str):
-        flat = plain(value)
-        if isinstance(container, str):
-            return flat in plain(container)
-        if isinstance(container, (list, tuple)):
-            return any(isinstance(x, str) and plain(x) == flat for x in container)
-        if isinstance(container, dict):
-            return value in container or flat in container
-        if isinstance(container, Iterable):
-            return any(isinstance(x, str) and plain(x) == flat for x in container)
-    return value in container
-
-
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "lteq": operator.le,
-    "gt": operator.gt,
-    "gteq": operator.ge,
-}
-_COMPARING = {
-    "eq": ("==", "eq", "equalto"),
-    "ne": ("!=", "ne"),
-    "lt": ("<", "lt", "lessthan"),
-    "lteq": ("<=", "le"),
-    "gt": (">", "gt", "greaterthan"),
-    "gteq": (">=", "ge"),
-    "in": ("in",),
-}
-
-
-def _comparison(op: str) -> Callable[[Sandbox, Any, Any], bool]:
-    return _own(lambda env, left, right: env.compare(left, op, right))
-
-
-def _is_cased(name: str) -> Callable[[Sandbox, Any], bool]:
-    return _own(lambda env, value: getattr(plain(_text(value)), name)())
-
-
-# ---- filters --------------------------------------------------------------------------------------------------------
-
-
-def _own(function: Callable[..., Any]) -> Callable[..., Any]:
-    function.takes_sandbox = True  # type: ignore[attr-defined]
-    return function
-
-
-def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that pays. Taking the context also keeps jinja2 from evaluating it at compile time."""
-    wants = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
-    own = getattr(function, "takes_sandbox", False)
-
-    @pass_context
-    def filtered(context: Context, *args: Any, **kwargs: Any) -> Any:
-        env = context.environment
-        assert isinstance(env, Sandbox)
-        env.pay(1)
-        passed: dict[str | None, Any] = {
-            "context": context,
-            "environment": env,
-            "eval_context": context.eval_ctx,
-        }
-        given = (env, *args) if own else (passed[wants], *args) if wants else args
-        return env.made(function(*given, **kwargs))
-
-    return filtered
-
-
-def _by_method(name: str) -> Callable[..., Any]:
-    @_own
-    def filtered(env: Sandbox, value: Any, *args: Any) -> Any:
-        return env._method(_text(value), name)(*args)
-
-    return filtered
-
-
-def _on_plain(name: str) -> Callable[..., Any]:
-    """A stock filter that reads text: it is given the plain one, and its result is a person's."""
-    stock = STOCK_FILTERS[name]
-    wants = getattr(getattr(stock, "jinja_pass_arg", None), "name", None)
-
-    @_own
-    def filtered(env: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, int) and abs(a) > _WIDTH for a in (*args, *kwargs.values())):
-            raise Stopped(f"a number given to the filter {name!r} is larger than {_WIDTH}")
-        marked = isinstance(value, str) and is_marked(value)
-        result = stock(
-            *((env,) if wants == "environment" else ()), plain(value) if marked else value, *args, **kwargs
-        )
-        return mark_data(result) if marked else result
-
-    return filtered
-
-
-@_own
-def _title(env: Sandbox, value: Any) -> str:
-    text = _text(value)
-    return carry(text, STOCK_FILTERS["title"](plain(text)))
-
-
-@_own
-def _replace(env: Sandbox, value: Any, old: Any, new: Any, count: int | None = None) -> Any:
-    return env._method(_text(value), "replace")(_text(old), _text(new), -1 if count is None else count)
-
-
-@_own
-def _trim(env: Sandbox, value: Any, chars: str | None = None) -> Any:
-    return env._method(_text(value), "strip")(chars)
-
-
-@_own
-def _join(env: Sandbox, value: Any, d: Any = "", attribute: Any = None) -> Any:
-    items = [
-        _text(item if attribute is None else _attribute(env, item, attribute)) for item in _Each(env, value)
-    ]
-    return env._method(_text(d), "join")(items)
-
-
-def _attribute(env: Sandbox, item: Any, attribute: Any) -> Any:
-    for part in str(attribute).split("."):
-        item = env.getitem(item, int(part) if part.isdigit() else part)
-    return item
-
-
-@_own
-def _indent(env: Sandbox, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    space = width if isinstance(width, str) else " " * min(width, _WIDTH)
-    lines = METHODS["splitlines"](_text(value) + "\n")
-    env.pay(len(lines) * (len(space) + 1))
-    kept = [
-        line if i == 0 and not first else space + line if line or blank else line
-        for i, line in enumerate(lines)
-    ]
-    return "\n".join(kept)
-
-
-@_own
-def _number(env: Sandbox, value: Any, default: Any = 0, base: int = 10) -> Any:
-    value = plain(value) if isinstance(value, str) else value
-    return (
-        default
-        if isinstance(value, str) and len(value) > 1000
-        else STOCK_FILTERS["int"](value, default, base)
-    )
-
-
-@_own
-def _float(env: Sandbox, value: Any, default: Any = 0.0) -> Any:
-    return STOCK_FILTERS["float"](plain(value) if isinstance(value, str) else value, default)
-
-
-@_own
-def _tojson(
-    env: Sandbox,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as Hugging Face templates expect it: no HTML escapes, no ASCII escapes unless asked for."""
-    env.pay(sum(len(space) for space in (separators or ()) if isinstance(space, str)))
-    if isinstance(indent, int):
-        indent = min(indent, 64)
-    separators = tuple(separators) if separators else None  # type: ignore[assignment]
-    return to_json(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@_own
-def _sum(env: Sandbox, values: Any, attribute: Any = None, start: Any = 0) -> Any:
-    for item in _Each(env, values):
-        start = env.call_binop(
-            None, "+", start, item if attribute is None else _attribute(env, item, attribute)
-        )  # type: ignore[arg-type]
-    return start
-
-
-@_own
-def _format(env: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return env.call_binop(None, "%", _text(value), kwargs or args)  # type: ignore[arg-type]
-
-
-@_own
-def _escape(env: Sandbox, value: Any) -> str:
-    text = _text(value)
-    return "".join(mark(html.escape(plain(c))) if is_marked(c) else html.escape(c) for c in text)
-
-
-@_own
-def _attr(env: Sandbox, value: Any, name: str) -> Any:
-    if isinstance(value, (str, Mapping)):
-        return env.undefined(obj=value, name=name)
-    found = env.getattr(value, name)
-    return env.undefined(obj=value, name=name) if isinstance(found, Undefined) else found
-
-
-_FILTERS: dict[str, Callable[..., Any]] = {
-    **{name: _by_method(name) for name in ("lower", "upper", "capitalize")},
-    **{
-        name: _on_plain(name)
-        for name in ("center", "truncate", "wordwrap", "wordcount", "urlencode", "batch", "slice")
-    },
-    **{name: _own(lambda env, value: _text(value)) for name in ("string", "safe")},
-    **{name: _escape for name in ("e", "escape", "forceescape")},
-    "title": _title,
-    "replace": _replace,
-    "trim": _trim,
-    "join": _join,
-    "indent": _indent,
-    "int": _number,
-    "float": _float,
-    "tojson": _tojson,
-    "sum": _sum,
-    "format": _format,
-    "attr": _attr,
-}
-_STOCK_FILTERS = (
-    *(
-        "abs",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "groupby",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-    ),
-    *("max", "min", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "unique"),
-)
 
 
 def strftime_now(now: datetime) -> Callable[[str], str]:

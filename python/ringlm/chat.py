@@ -25,7 +25,8 @@ __all__ = ["Chat", "Usage"]
 
 @dataclass(frozen=True)
 class Usage:
-    """What one turn took. Of ``prompt_tokens``, ``cached_tokens`` were in the cache and the rest was prefilled."""
+    """What one turn took. Of ``prompt_tokens``, ``cached_tokens`` were in the cache and the rest was
+    prefilled."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -38,9 +39,9 @@ class Usage:
 class Chat:
     """A conversation: ``for piece in chat.send("Hello"): print(piece, end="")``.
 
-    Each turn renders the whole conversation with the model's template and evaluates only what the session's cache
-    does not hold yet. ``stop``, ``max_tokens`` and ``sampling`` apply to every turn unless ``send`` says otherwise;
-    ``variables`` go to the template (``enable_thinking=False``).
+    Each turn renders the whole conversation with the model's template and evaluates only what the session's
+    cache does not hold yet. ``stop``, ``max_tokens`` and ``sampling`` apply to every turn unless ``send``
+    says otherwise; ``variables`` go to the template (``enable_thinking=False``).
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Chat:
     ) -> Generator[str, None, None]:
         """Says ``text`` and yields the answer in pieces as it is generated. Work begins with the first piece.
 
-        Leaving the loop keeps the partial answer in the conversation. An error or a cancellation before the first
-        piece leaves the conversation as it was: ContextOverflow (nothing was computed), TemplateError, Cancelled.
-        ``changes`` are sampling parameters by name; ``progress(done, total)`` follows the prefill.
+        Leaving the loop keeps the partial answer in the conversation. An error or a cancellation before the
+        first piece leaves the conversation as it was: ContextOverflow (nothing was computed), TemplateError,
+        Cancelled. ``changes`` are sampling parameters by name; ``progress(done, total)`` follows the prefill.
         """
         if not isinstance(text, str):
             raise InvalidArgument(f"a message is a string, not {type(text).__name__}")
@@ -145,7 +146,7 @@ class Chat:
     ) -> None:
         self.close()
 
-    # ---- one turn ---------------------------------------------------------------------------------------------------
+    # ---- one turn ------------------------------------------------------------------------------------------
 
     def _reply(
         self,
@@ -192,8 +193,8 @@ class Chat:
                     decode_seconds=stats.decode_seconds - decoded,
                 )
             if self.finish_reason and pieces.stop is None:
-                # What the model generated need not be how the tokenizer would cut the same text. The next turn
-                # goes on from these ids, so that the cache fits.
+                # The tokenizer may cut the same text in another way than the model did. The next turn goes on
+                # from the model's ids, so that the cache fits.
                 self._said = (rendered.marked + mark(answer), ids + pieces.ids)
 
     def _encode(self, rendered: Rendered) -> list[int]:

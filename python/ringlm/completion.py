@@ -138,7 +138,7 @@ def _wants_usage(stream_options: Any) -> bool:
     return bool(isinstance(stream_options, Mapping) and stream_options.get("include_usage"))
 
 
-# ---- raw text -------------------------------------------------------------------------------------------------------
+# ---- raw text ----------------------------------------------------------------------------------------------
 
 
 def create_completion(
@@ -197,10 +197,9 @@ def _stream_text(job: _Job, head: Json, echoed: str, include_usage: bool) -> Ite
 
 
 def _text_logprobs(model: Model, tokens: list[TokenLogprobs], offset: int) -> Json:
-    decode = model.tokenizer.token_bytes
-
     def shown(token: int) -> str:
-        return decode(token).decode("utf-8", errors="replace")
+        raw: bytes = model.tokenizer.token_bytes(token)
+        return raw.decode("utf-8", errors="replace")
 
     return {
         "tokens": [shown(token.id) for token in tokens],
@@ -225,7 +224,7 @@ def _drain(chunks: Iterator[Json]) -> Json:
     return last | {"choices": [_text_choice(text, logprobs, last["choices"][0]["finish_reason"])]}
 
 
-# ---- conversations --------------------------------------------------------------------------------------------------
+# ---- conversations -----------------------------------------------------------------------------------------
 
 
 def create_chat_completion(
@@ -288,7 +287,8 @@ def _stream_chat(job: _Job, head: Json, include_usage: bool) -> Iterator[Json]:
 def _whole_chat(job: _Job, head: Json) -> Json:
     content: list[str] = []
     logprobs: list[Json] = []
-    finish, usage = None, {}
+    finish: str | None = None
+    usage: Json = {}
     for chunk in _stream_chat(job, head, True):
         usage = chunk.get("usage", usage)
         for choice in chunk["choices"]:

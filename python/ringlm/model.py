@@ -27,8 +27,8 @@ __all__ = ["Model"]
 class Model:
     """The weights of a GGUF file, mapped read-only and shared by all sessions of the model.
 
-    ``n_threads`` None uses the physical cores. Raises FileFormatError, UnsupportedModelError, OutOfMemory. Tokenizer,
-    metadata and templates are read when first asked for.
+    ``n_threads`` None uses the physical cores. Raises FileFormatError, UnsupportedModelError, OutOfMemory.
+    Tokenizer, metadata and templates are read when first asked for.
     """
 
     def __init__(
@@ -57,11 +57,12 @@ class Model:
         path: str | os.PathLike[str] = importlib.import_module("ringlm.hub").pull(name)
         return cls(path, **options)
 
-    # ---- what it is -------------------------------------------------------------------------------------------------
+    # ---- what it is ----------------------------------------------------------------------------------------
 
     @property
     def config(self) -> Any:
-        """The architecture: ``n_layer``, ``n_head``, ``n_head_kv``, ``head_dim``, ``n_ctx_train`` and so on."""
+        """The architecture: ``n_layer``, ``n_head``, ``n_head_kv``, ``head_dim``, ``n_ctx_train`` and so
+        on."""
         return self.core.config
 
     @property
@@ -103,7 +104,8 @@ class Model:
         return named_templates(self.gguf)
 
     def chat_template(self, name: str | None = None) -> ChatTemplate:
-        """The compiled template of that name, or the default one; guessed, with a warning, if the file has none."""
+        """The compiled template of that name, or the default one; guessed, with a warning, if the file has
+        none."""
         from ringlm.template import choose_template
 
         with self._lock:
@@ -115,7 +117,7 @@ class Model:
     def _templates(self) -> dict[str | None, ChatTemplate]:
         return {}
 
-    # ---- what it does -----------------------------------------------------------------------------------------------
+    # ---- what it does --------------------------------------------------------------------------------------
 
     def session(
         self, n_ctx: int | None = None, kv: str | tuple[str, str] = "f16", chunk: int = 128
@@ -140,8 +142,8 @@ class Model:
     ) -> Chat:
         """Opens a conversation with a session of its own.
 
-        ``template`` is the name of one of the file's templates or a ChatTemplate; ``variables`` go to it. ``changes``
-        are sampling parameters by name.
+        ``template`` is the name of one of the file's templates or a ChatTemplate; ``variables`` go to it.
+        ``changes`` are sampling parameters by name.
         """
         from ringlm.chat import Chat
 
@@ -178,11 +180,12 @@ class Model:
     def create_completion(
         self, prompt: str | Sequence[int] = "", *, stream: bool = False, **options: Any
     ) -> Json | Iterator[Json]:
-        """Continues raw text, no template. Returns an OpenAI ``text_completion``, or with ``stream`` its chunks.
+        """Continues raw text, no template. Returns an OpenAI ``text_completion``, or with ``stream`` its
+        chunks.
 
-        Options: those of Sampling (``repeat_penalty`` is ``repetition_penalty``), ``max_tokens`` (16; None or at most 0
-        is no limit), ``stop``, ``logprobs`` (how many of the most probable tokens to list), ``echo``,
-        ``stream_options``. Raises TypeError for unknown ones.
+        Options: those of Sampling (``repeat_penalty`` is ``repetition_penalty``), ``max_tokens`` (16; None or
+        at most 0 is no limit), ``stop``, ``logprobs`` (how many of the most probable tokens to list),
+        ``echo``, ``stream_options``. Raises TypeError for unknown ones.
         """
         from ringlm.completion import create_completion
 
@@ -207,8 +210,9 @@ class Model:
     ) -> Json | Iterator[Json]:
         """Answers a conversation. Returns an OpenAI ``chat.completion``, or with ``stream`` its chunks.
 
-        Options as create_completion, but ``max_tokens`` has no limit by default, ``logprobs`` is true or false with
-        ``top_logprobs``, and there are ``tools``, ``template`` and ``template_variables`` for the template.
+        Options as create_completion, but ``max_tokens`` has no limit by default, ``logprobs`` is true or
+        false with ``top_logprobs``, and there are ``tools``, ``template`` and ``template_variables`` for the
+        template.
         """
         from ringlm.completion import create_chat_completion
 

@@ -29,9 +29,9 @@ Progress = Callable[[int, int], None]
 class Sampling:
     """How a token is drawn from logits: bias and penalties, top-k, top-p, min-p, temperature, draw.
 
-    ``temperature`` 0 takes the most probable token; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look
-    at the last ``penalty_window`` tokens, those of the prompt too. ``logit_bias`` maps ids to what is added to their
-    logits. The same ``seed`` draws the same tokens; None picks one.
+    ``temperature`` 0 takes the most probable token; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    Penalties look at the last ``penalty_window`` tokens, those of the prompt too. ``logit_bias`` maps ids to
+    what is added to their logits. The same ``seed`` draws the same tokens; None picks one.
     """
 
     temperature: float = 0.8
@@ -56,7 +56,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A generated token, its log-probability (natural, before any sampling parameter) and the most probable ones."""
+    """A generated token, its log-probability (natural, before any sampling parameter) and the most probable
+    ones."""
 
     id: int
     logprob: float
@@ -104,9 +105,10 @@ class Generation(Generic[T]):
 class Session:
     """One stream of tokens: a K/V cache of ``n_ctx`` positions, allocated here once.
 
-    ``kv`` is ``"f16"`` or ``"f32"``, or a pair of them for keys and values. ``n_ctx`` is the smaller of 4096 and the
-    trained length by default; ``chunk`` is how many tokens one step of a prefill takes. Raises OutOfMemory,
-    InvalidArgument. A session is used by one thread at a time, but ``cancel`` is called from any.
+    ``kv`` is ``"f16"`` or ``"f32"``, or a pair of them for keys and values. ``n_ctx`` is the smaller of 4096
+    and the trained length by default; ``chunk`` is how many tokens one step of a prefill takes. Raises
+    OutOfMemory, InvalidArgument. A session is used by one thread at a time, but ``cancel`` is called from
+    any.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Session:
         self.model = model
         self.stats = SessionStats()
 
-    # ---- state ------------------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------
 
     @property
     def n_ctx(self) -> int:
@@ -177,7 +179,7 @@ class Session:
             return "Session(closed)"
         return f"Session({self.position} of {self.n_ctx} tokens, {self.kv_nbytes / 2**20:.1f} MiB of K/V)"
 
-    # ---- steps ------------------------------------------------------------------------------------------------------
+    # ---- steps ---------------------------------------------------------------------------------------------
 
     def prefill(
         self,
@@ -187,8 +189,8 @@ class Session:
         all_logits: bool = False,
         progress: Progress | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Appends tokens and returns logits: float32 ``[n_vocab]`` after the last token, or with ``all_logits``
-        ``[n_tokens, n_vocab]``.
+        """Appends tokens and returns logits: float32 ``[n_vocab]`` after the last token, or with
+        ``all_logits`` ``[n_tokens, n_vocab]``.
 
         The result is a fresh array, or ``out``. ``progress(done, total)`` is called after each chunk. Raises
         ContextOverflow before anything is computed, Cancelled (finished chunks stay), NumericError.
@@ -203,7 +205,8 @@ class Session:
         return out
 
     def decode(self, token: int, *, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Appends one token and returns the logits after it, float32 ``[n_vocab]``: a fresh array, or ``out``."""
+        """Appends one token and returns the logits after it, float32 ``[n_vocab]``: a fresh array, or
+        ``out``."""
         import numpy as np
 
         ids = self._ids([token])
@@ -223,13 +226,13 @@ class Session:
     def reuse(self, tokens: Sequence[int]) -> int:
         """Rewinds to the longest common prefix of the cache and ``tokens`` and returns its length.
 
-        At least one of the tokens is left to be evaluated, as logits come from evaluation. Raises ContextOverflow,
-        and leaves the cache alone, if ``tokens`` are more than ``n_ctx``.
+        At least one of the tokens is left to be evaluated, as logits come from evaluation. Raises
+        ContextOverflow, and leaves the cache alone, if ``tokens`` are more than ``n_ctx``.
         """
         if len(tokens) > self.n_ctx:
             raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}; shorten it or open the session "
-                f"with n_ctx={len(tokens)} or more"
+                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}; shorten it or "
+                f"open the session with n_ctx={len(tokens)} or more"
             )
         held = self.tokens
         same = 0
@@ -278,9 +281,9 @@ class Session:
     ) -> Generation[int] | Generation[TokenLogprobs]:
         """Appends ``tokens`` and generates until a stop id, ``max_tokens``, or the end of the context.
 
-        Yields ids, or TokenLogprobs with the ``logprobs`` most probable tokens. The id that ends the text is not
-        yielded; ``stop_ids`` are the model's end-of-generation ids by default. ``changes`` are sampling parameters by
-        name, applied to ``sampling``. The prefill runs at the first ``next``.
+        Yields ids, or TokenLogprobs with the ``logprobs`` most probable tokens. The id that ends the text is
+        not yielded; ``stop_ids`` are the model's end-of-generation ids by default. ``changes`` are sampling
+        parameters by name, applied to ``sampling``. The prefill runs at the first ``next``.
         """
         ids = self._ids(tokens)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
@@ -313,7 +316,7 @@ class Session:
         # The ids are yielded as they are or as records, as the overloads say.
         return cast("Generation[int] | Generation[TokenLogprobs]", Generation(steps, len(ids), seed))
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- parts ---------------------------------------------------------------------------------------------
 
     def _ids(self, tokens: Any) -> npt.NDArray[np.int32]:
         import numpy as np

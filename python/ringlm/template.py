@@ -1,9 +1,9 @@
 """Chat templates: from messages to the token ids that a model was trained on.
 
-A template writes control tokens such as ``<|im_start|>``; a person may type the same characters. ChatTemplate.render
-therefore keeps, for every character, who wrote it (see ringlm._provenance), and Rendered.encode makes control tokens
-of the template's characters only. A conversation in which nobody typed such text gets exactly the ids of the whole
-rendered string.
+A template writes control tokens such as ``<|im_start|>``; a person may type the same characters.
+ChatTemplate.render therefore keeps, for every character, who wrote it (see ringlm._provenance), and
+Rendered.encode makes control tokens of the template's characters only. A conversation in which nobody typed
+such text gets exactly the ids of the whole rendered string.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from ringlm.errors import InvalidArgument, TemplateError
@@ -61,7 +61,8 @@ CHATML = """\
 LLAMA3 = """\
 {{ bos_token }}
 {%- for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{{- message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
@@ -126,15 +127,17 @@ class Rendered:
         return tuple(Segment(self.text[a:b], not marked) for a, b, marked in runs(self.marked))
 
     def encode(self, tokenizer: Tokenizer, *, start: int = 0) -> list[int]:
-        """Token ids of the text from character ``start``, with BOS in front exactly once if the model wants it.
+        """Token ids of the text from character ``start``, with BOS in front exactly once if the model wants
+        it.
 
-        If no control token's text touches a message, these are the ids of the whole text. Otherwise the text is cut
-        at the template's own control tokens, and everything between them is encoded as ordinary text.
+        If no control token's text touches a message, these are the ids of the whole text. Otherwise the text
+        is cut at the template's own control tokens, and everything between them is encoded as ordinary text.
         """
         text, control = self.text[start:], _Controls.of(tokenizer)
         places = control.find(text)
         from ringlm._provenance import is_marked
 
+        ids: list[int]
         trusted = [p for p in places if not is_marked(self.marked[start + p[0] : start + p[1]])]
         if len(trusted) == len(places):
             ids = tokenizer.encode(text, add_special=False, parse_special=True)
@@ -155,8 +158,8 @@ class Rendered:
         return ids
 
     def encode_after(self, prefix: str, tokenizer: Tokenizer) -> list[int] | None:
-        """Token ids of what follows ``prefix`` (marked text), or None if they depend on it: where the text does not
-        begin with it, or does not go on with a control token of the template."""
+        """Token ids of what follows ``prefix`` (marked text), or None if they depend on it: where the text
+        does not begin with it, or does not go on with a control token of the template."""
         from ringlm._provenance import is_marked
 
         if not self.marked.startswith(prefix):
@@ -170,7 +173,7 @@ class Rendered:
 class _Controls:
     """The texts of a vocabulary's control tokens, and where they occur."""
 
-    _known: WeakKeyDictionary[Tokenizer, _Controls] = WeakKeyDictionary()
+    _known: ClassVar[WeakKeyDictionary[Any, _Controls]] = WeakKeyDictionary()
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids
@@ -216,10 +219,11 @@ class _Controls:
 class ChatTemplate:
     """A compiled chat template. Rendering is safe in any thread, and from several at once.
 
-    ``source`` is Jinja2 as Hugging Face tokenizers use it: blocks trimmed, loop controls, ``raise_exception``,
-    ``strftime_now``, ``tojson``. It runs in the immutable sandbox for at most ``time_limit`` seconds; it is stopped
-    from within (see ringlm._sandbox), so no thread stays behind. ``bos_token`` and ``eos_token`` are what it may
-    write under these names. Raises TemplateError with the template's line.
+    ``source`` is Jinja2 as Hugging Face tokenizers use it: blocks trimmed, loop controls,
+    ``raise_exception``, ``strftime_now``, ``tojson``. It runs in the immutable sandbox for at most
+    ``time_limit`` seconds; it is stopped from within (see ringlm._sandbox), so no thread stays behind.
+    ``bos_token`` and ``eos_token`` are what it may write under these names. Raises TemplateError with the
+    template's line.
     """
 
     def __init__(
@@ -264,10 +268,10 @@ class ChatTemplate:
     ) -> Rendered:
         """Renders messages of the form ``{"role": ..., "content": ...}``.
 
-        Content may also be a list of ``{"type": "text", "text": ...}``. ``variables`` are passed on to the template,
-        as ``enable_thinking=False``; ``now`` is what ``strftime_now`` sees. Characters that UTF-8 text can not hold
-        become U+FFFD. Raises InvalidArgument for malformed messages, TemplateError where the template fails, refuses
-        the conversation or is stopped.
+        Content may also be a list of ``{"type": "text", "text": ...}``. ``variables`` are passed on to the
+        template, as ``enable_thinking=False``; ``now`` is what ``strftime_now`` sees. Characters that UTF-8
+        text can not hold become U+FFFD. Raises InvalidArgument for malformed messages, TemplateError where
+        the template fails, refuses the conversation or is stopped.
         """
         from ringlm._provenance import plain
         from ringlm._sandbox import strftime_now
@@ -289,8 +293,8 @@ class ChatTemplate:
         if plain(marked) != plain(expected) and not self._warned:
             self._warned = True
             warnings.warn(
-                f"chat template {self.name!r} decides by the characters of a message in a way that can not be followed; "
-                "the rendering that keeps typed text from becoming control tokens is used, and may differ in wording",
+                f"chat template {self.name!r} reads the characters of a message in a way that can not be "
+                "followed; typed text still never becomes a control token, but the wording may differ",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -331,7 +335,7 @@ def _template_line(traceback: TracebackType | None) -> int | None:
     return line
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
+# ---- messages ----------------------------------------------------------------------------------------------
 
 
 def _checked(message: Mapping[str, Any], index: int, keep_parts: bool) -> dict[str, Any]:
@@ -395,11 +399,12 @@ def _marked(data: dict[str, Any]) -> dict[str, Any]:
     return marked
 
 
-# ---- which template -------------------------------------------------------------------------------------------------
+# ---- which template ----------------------------------------------------------------------------------------
 
 
 def named_templates(metadata: Any) -> dict[str, str]:
-    """All templates of a model file, the unnamed one as ``"default"``. ``metadata`` has ``get(key, default)``."""
+    """All templates of a model file, the unnamed one as ``"default"``. ``metadata`` has ``get(key,
+    default)``."""
     found = {}
     default = metadata.get("tokenizer.chat_template", None)
     if isinstance(default, str):
@@ -416,9 +421,9 @@ def choose_template(
 ) -> ChatTemplate:
     """The template of that name, or the default one, compiled.
 
-    Without any, the format is guessed from the vocabulary, with a warning: ChatML where it has ``<|im_start|>``,
-    Gemma's turns for ``<start_of_turn>``, Llama 3's headers for ``<|start_header_id|>``, else plain
-    ``User:``/``Assistant:`` text. Raises InvalidArgument for a name that is not there.
+    Without any, the format is guessed from the vocabulary, with a warning: ChatML where it has
+    ``<|im_start|>``, Gemma's turns for ``<start_of_turn>``, Llama 3's headers for ``<|start_header_id|>``,
+    else plain ``User:``/``Assistant:`` text. Raises InvalidArgument for a name that is not there.
     """
     if name is not None and name not in templates:
         known = ", ".join(sorted(templates)) or "none"
@@ -432,8 +437,8 @@ def choose_template(
             (found for token, found in _BY_TOKEN.items() if token in control), ("plain text", PLAIN)
         )
         warnings.warn(
-            f"the model has no chat template; its vocabulary suggests the {chosen} format. A base model continues text: "
-            "answers may not end by themselves",
+            f"the model has no chat template; its vocabulary suggests the {chosen} format. "
+            "If it is a base model, its answers may be poor and may not end by themselves",
             UserWarning,
             stacklevel=2,
         )

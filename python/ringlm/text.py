@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,8 @@ def stop_list(stop: str | Sequence[str] | None) -> list[str]:
 class StopStrings:
     """Ends text at the first stop string to be complete; the longest one if several are complete at once.
 
-    Text that might be the beginning of a stop string is held back until it is clear that it is none. The result does
-    not depend on how the text is cut into pieces.
+    Text that might be the beginning of a stop string is held back until it is clear that it is none. The
+    result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -104,7 +104,8 @@ class TextGeneration:
 
     @property
     def finish_reason(self) -> str | None:
-        """``"stop"`` (end of generation or stop string), ``"length"`` (max_tokens or context), None before the end."""
+        """``"stop"`` (end of generation or stop string), ``"length"`` (max_tokens or context), None before
+        the end."""
         return self._finish
 
     @property
@@ -126,7 +127,7 @@ class TextGeneration:
         self._pieces.close()
         self._generation.close()
 
-    def _run(self) -> Iterator[Piece]:  # a generator, for its close()
+    def _run(self) -> Generator[Piece, None, None]:
         for token in self._generation:
             self.ids.append(token.id)
             text = self._stops.push(self._stream.push(token.id))
