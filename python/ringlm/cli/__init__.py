@@ -50,8 +50,8 @@ def _fail(e: Exception) -> int:
     elif isinstance(e, OSError) and e.strerror:
         text, code = f"{e.filename}: {e.strerror}" if e.filename else e.strerror, 1
     else:
-        text, code = f"{type(e).__name__}: {e} (ringlm --debug … shows where)", 1
-    if state.debug:
+        text, code = f"{type(e).__name__}: {e} (ringlm --debug COMMAND shows where)", 1
+    if state.debug and code == 1:
         import traceback
 
         traceback.print_exception(e)
