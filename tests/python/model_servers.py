@@ -110,7 +110,9 @@ def serve(server: Server) -> Iterator[Server]:
             start = int(span.removeprefix("bytes=").partition("-")[0]) if span else 0
             self.send_response(206 if span else 200)
             self.send_header("Content-Length", str(len(data) - start))
-            self.send_header("Content-Type", "text/html" if path.endswith("/") else "application/octet-stream")
+            self.send_header(
+                "Content-Type", "text/html" if path.endswith("/") else "application/octet-stream"
+            )
             if span:
                 self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
             for key, value in server.headers.get(path, {}).items():
@@ -125,7 +127,11 @@ def serve(server: Server) -> Iterator[Server]:
                 server.stalled.set()
                 self.connection.settimeout(20)
                 # Nothing more is asked for on this connection: this returns when the client is gone.
-                if self.connection.recv(1) == b"":
+                try:
+                    gone = self.connection.recv(1) == b""
+                except ConnectionResetError:
+                    gone = True
+                if gone:
                     server.left.set()
                 self.close_connection = True
                 return
@@ -160,7 +166,8 @@ def clean_env(**extra: str) -> dict[str, str]:
     env = {
         k: v
         for k, v in os.environ.items()
-        if not k.upper().startswith(("PIP_", "HF_", "HUGGING", "RINGLM_")) and not k.lower().endswith("_proxy")
+        if not k.upper().startswith(("PIP_", "HF_", "HUGGING", "RINGLM_"))
+        and not k.lower().endswith("_proxy")
     }
     path = os.pathsep.join(filter(None, [str(PYTHON_DIR), env.get("PYTHONPATH", "")]))
     return {**env, "PYTHONPATH": path, "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", **extra}

@@ -86,7 +86,7 @@ def test_own_registry_is_added_and_wins(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(registry.entries) == {"tiny", "smollm2-135m", "gemma-3-270m"}
     assert registry.find("smollm2-135m").size == 3
     monkeypatch.setenv("RINGLM_REGISTRY", str(tmp_path / "none.toml"))
-    with pytest.raises(InvalidArgument, match="none.toml"):
+    with pytest.raises(InvalidArgument, match=r"none\.toml"):
         Registry.load()
 
 

@@ -53,7 +53,9 @@ def test_offline_uses_what_is_there_and_fetches_nothing(registry: Registry) -> N
     assert path.exists()
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False), ("", False), ("No", False)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", True), ("yes", True), ("0", False), ("", False), ("No", False)]
+)
 def test_offline_switch(value: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGLM_OFFLINE", value)
     assert cache.offline() is expected
@@ -146,7 +148,14 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("n", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (98362432, "98.4 MB"), (999_600, "1 MB"), (253113024, "253 MB"), (5 * 10**13, "50 TB")],
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (98362432, "98.4 MB"),
+        (999_600, "1 MB"),
+        (253113024, "253 MB"),
+        (5 * 10**13, "50 TB"),
+    ],
 )
 def test_format_bytes(n: int, text: str) -> None:
     assert hub.format_bytes(n) == text

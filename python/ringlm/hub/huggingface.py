@@ -44,10 +44,13 @@ def fetch(
 ) -> Path:
     """Download the file into ``staging`` and return it, with the size checked.
 
-    ``report(done, total)`` counts bytes and is called from a thread of its own. What an interrupted
-    download has got stays in ``staging``, where huggingface_hub goes on from it."""
+    ``report(done, total)`` counts bytes and is called from a thread of its own. An interrupted download
+    goes on from what is in ``staging`` with those versions of huggingface_hub that do so, else it restarts."""
     hub = _import_hub(name)
     staging.mkdir(parents=True, exist_ok=True)
+    for left in staging.rglob("*.incomplete"):
+        if len(left.name.split(".")[-2]) == 8:  # named by one process: never taken up again
+            left.unlink()
     have = sum(size for _, size in files_below(staging))
     require_room(name, staging, max(remote.size - have, 0))
     watch = _watch(staging, lambda n: report(min(n, remote.size), remote.size))
@@ -125,7 +128,7 @@ def _hub_errors(name: str, source: HfFile) -> Iterator[None]:
 
 def _failed(name: str, e: Exception) -> DownloadError:
     reason = str(e).strip().partition("\n")[0]
-    return DownloadError(f"{name}: download failed, pull again to go on: {type(e).__name__}: {reason}")
+    return DownloadError(f"{name}: download failed: {type(e).__name__}: {reason}")
 
 
 @contextmanager

