@@ -158,22 +158,26 @@ description = "a test"
     assert done.returncode == 1 and "the registry expects 1001 bytes" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("headers", "says"),
-    [
-        ({"X-Error-Code": "RepoNotFound"}, "no repository owner/repo"),
-        ({"X-Error-Code": "RevisionNotFound"}, "no revision 'main'"),
-        ({"X-Error-Code": "EntryNotFound"}, "has no file q4/model.gguf"),
-        ({"X-Error-Code": "GatedRepo"}, "HF_TOKEN"),
-        ({}, "download failed"),
-    ],
-)
-def test_answers_of_the_server_become_one_line(hub: Hub, headers: dict[str, str], says: str) -> None:
-    hub.server.headers["/owner/repo/resolve/main/q4/model.gguf"] = headers
-    done = hub.run("pull", REF)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("ringlm: error: ") and says in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_answers_of_the_server_become_one_line(hub: Hub) -> None:
+    answers = {
+        "RepoNotFound": "no repository owner/repo",
+        "RevisionNotFound": "no revision 'main'",
+        "EntryNotFound": "has no file EntryNotFound.gguf",
+        "GatedRepo": "HF_TOKEN",
+        "Unheard-of": "download failed",
+    }
+    for code in answers:
+        hub.server.headers[f"/owner/repo/resolve/main/{code}.gguf"] = {"X-Error-Code": code}
+    code = "import sys; from ringlm.cli import main; print([main(['pull', ref]) for ref in sys.argv[1:]])"
+    refs = [f"hf:owner/repo/{code}.gguf" for code in answers]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *refs], env=hub.env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[1, 1, 1, 1, 1]\n"
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(answers), done.stderr
+    for line, ref, says in zip(lines, refs, answers.values(), strict=True):
+        assert line.startswith(f"ringlm: error: {ref}: ") and says in line
 
 
 def test_server_that_is_not_there(hub: Hub) -> None:

@@ -10,6 +10,7 @@ import typer
 app = typer.Typer(
     name="ringlm",
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

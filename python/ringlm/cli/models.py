@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 @app.command("pull")
 def pull_command(
     name: Annotated[
-        str, typer.Argument(help="A name of 'ringlm list', or hf:owner/repo/file.gguf[@revision].")
+        str,
+        typer.Argument(
+            metavar="NAME", help="A name of 'ringlm list', or hf:owner/repo/file.gguf[@revision]."
+        ),
     ],
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Check the SHA-256 of a file that is there; fetch it anew if wrong."),
     ] = False,
 ) -> None:
-    """Download a model into the cache folder and print the path of its file."""
+    """Download a model and print the path of its file."""
     from ringlm import hub
 
     with PullView() as progress:
@@ -67,7 +70,7 @@ def list_command(
 
 @app.command("rm")
 def rm_command(
-    name: Annotated[str, typer.Argument(help="A pulled model, as 'ringlm list' names it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A pulled model, as 'ringlm list' names it.")],
 ) -> None:
     """Delete a pulled model from the cache folder."""
     from ringlm import hub

@@ -45,7 +45,7 @@ def fetch(
     """Download the file into ``staging`` and return it, with the size checked.
 
     ``report(done, total)`` counts bytes and is called from a thread of its own. An interrupted download
-    goes on from what is in ``staging`` with those versions of huggingface_hub that do so, else it restarts."""
+    goes on from what is in ``staging`` with those versions of huggingface_hub that do, else it restarts."""
     hub = _import_hub(name)
     staging.mkdir(parents=True, exist_ok=True)
     for left in staging.rglob("*.incomplete"):
