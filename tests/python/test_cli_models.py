@@ -96,11 +96,11 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 1, ""),
-        (OSError(2, "No such file or directory", "/x"), 1, "ringlm: error: /x: No such file or directory\n"),
+        (OSError(2, "No such file or directory", "/x"), 1, "ringlm: error: /x: No such file or directory"),
         (
             ZeroDivisionError("a\nb"),
             1,
-            "ringlm: error: ZeroDivisionError: a b (ringlm --debug COMMAND shows where)\n",
+            "ringlm: error: ZeroDivisionError: a b (ringlm --debug COMMAND shows where)",
         ),
     ],
 )
@@ -118,7 +118,8 @@ def test_what_a_command_raises(
     app.command("failing")(failing)
     monkeypatch.setattr(os, "dup2", lambda *args: None)  # stdout belongs to pytest
     assert main(["failing"]) == code
-    assert capfd.readouterr() == ("", says)
+    out, err = capfd.readouterr()
+    assert (out, err.strip()) == ("", says)  # older versions of click end the line of the ^C
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,7 @@ from model_servers import Server, clean_env, serve, sha256
 pytest.importorskip("huggingface_hub")
 
 COMMIT = "c0ffee" + "0" * 34
-DATA = random.Random(2).randbytes(
-    24_000_000
-)  # huggingface_hub writes pieces of 10 MB, of which half has to hold one
+DATA = random.Random(2).randbytes(3_000_000)
 REF = "hf:owner/repo/q4/model.gguf"
 MAIN = "import sys; from ringlm.cli import main; sys.exit(main(sys.argv[1:]))"
 

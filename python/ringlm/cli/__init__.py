@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from . import models as models  # one line for each module: importing it registers its commands
 from .app import app, state
@@ -13,12 +16,13 @@ from .app import app, state
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line (default: of this process) and return its exit code.
 
-    0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one line on stderr."""
+    0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated. An error is one line on stderr."""
     state.debug = False
     args = sys.argv[1:] if args is None else list(args)
     try:
         try:
-            code = app(args=args or ["--help"], prog_name="ringlm", standalone_mode=False)
+            with _terminable():
+                code = app(args=args or ["--help"], prog_name="ringlm", standalone_mode=False)
             sys.stdout.flush()
         except SystemExit as e:
             code = e.code
@@ -31,6 +35,23 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     except Exception as e:
         return _fail(e)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that child processes are stopped and temporary files removed."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _fail(e: Exception) -> int:
