@@ -46,9 +46,7 @@ std::string guess_content(std::span<const std::byte> bytes) {
       {"\x80\2", "a Python pickle (an old PyTorch checkpoint): convert it to GGUF"},
       {"\x1f\x8b", "gzip data: decompress it"},
       {"\x28\xb5\x2f\xfd", "zstd data: decompress it"},
-      {"\xfd"
-       "7zXZ",
-       "xz data: decompress it"},
+      {"\3757zXZ", "xz data: decompress it"},
       {"lmgg", "a GGML file, the unversioned format before GGUF: convert the model to GGUF"},
       {"fmgg", "a GGMF file, a format before GGUF: convert the model to GGUF"},
       {"tjgg", "a GGJT file, a format before GGUF: convert the model to GGUF"},
