@@ -386,8 +386,8 @@ float checked_max(std::span<const float> logits) {
   return largest;
 }
 
-// ln of the sum of exp(logits). The terms are floats, their sum is a double.
-double log_sum_exp(std::span<const float> logits, float max) {
+// ln of the sum of exp(logits - max). The terms are floats, their sum is a double.
+double log_of_sum(std::span<const float> logits, float max) {
   Block tail, edge;
   const Row row(logits, tail, edge);
   const Weigher weigh(max, 1);
@@ -397,7 +397,7 @@ double log_sum_exp(std::span<const float> logits, float max) {
     for (std::size_t i = 0; i < kBlock; i += 4) part += weigh(load4(row.block(b) + i), splat(weigh.least()));
     sum += sum_of(part);
   }
-  return static_cast<double>(max) + std::log(sum);
+  return std::log(sum);
 }
 
 }  // namespace
@@ -621,14 +621,15 @@ float log_probability(std::span<const float> logits, std::int32_t id) {
     throw InvalidArgument("token id is " + std::to_string(id) + "; expected 0 to " +
                           std::to_string(logits.size() - 1));
   }
-  return static_cast<float>(logits[static_cast<std::size_t>(id)] - log_sum_exp(logits, max));
+  const double x = logits[static_cast<std::size_t>(id)];
+  return static_cast<float>(x - max - log_of_sum(logits, max));
 }
 
 std::vector<LogProb> top_log_probabilities(std::span<const float> logits, std::int32_t k) {
   const float max = checked_max(logits);
   if (k < 0) out_of_range("k", k, "at least 0");
   const std::size_t n = std::min(static_cast<std::size_t>(k), logits.size());
-  const double lse = log_sum_exp(logits, max);
+  const double lse = log_of_sum(logits, max);
   std::vector<LogProb> best;
   best.reserve(n);
   // A heap of the best so far, the worst of them on top; most tokens fail its comparison.
@@ -645,7 +646,7 @@ std::vector<LogProb> top_log_probabilities(std::span<const float> logits, std::i
     std::push_heap(best.begin(), best.end(), better);
   }
   std::sort_heap(best.begin(), best.end(), better);
-  for (LogProb& p : best) p.logprob = static_cast<float>(p.logprob - lse);
+  for (LogProb& p : best) p.logprob = static_cast<float>(static_cast<double>(p.logprob) - max - lse);
   return best;
 }
 
