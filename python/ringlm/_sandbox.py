@@ -215,7 +215,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(obj, "__self__", None) is self:  # put there by _Instrument
-            return obj(*args, **kwargs)
+            return obj(*args)  # jinja2 adds its own keywords inside loops
         self.pay(1)
         self.measure([*args, *kwargs.values()])
         return self.made(super().call(context, obj, *args, **kwargs))
@@ -267,7 +267,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             fill = super().getattr(text, name)
             return lambda *args, **kwargs: fill(
                 *(_shown(self, arg) for arg in args),
-                **{key: _shown(self, arg) for key, arg in kwargs.items()},
+                **{key: _shown(self, kwargs[key]) for key in kwargs},
             )
         method = METHODS.get(name)
         if method is None:

@@ -24,7 +24,7 @@ SPECIAL = [
         "<|assistant|>",
     ),
 ]
-# Pieces that join characters across the borders of template and message, so that a cut in the wrong place shows.
+# Pieces that join characters over the borders of template and message, so that a wrong cut shows.
 PIECES = [
     *(
         "\n\n",
