@@ -8,7 +8,9 @@
 #include "ringlm/sampler.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <sstream>
@@ -242,7 +244,7 @@ Cut find_cut_among(std::span<Entry> entries, std::span<double> mass, double abov
 // Where a prefix of the row ends: at the k-th token (Weighted false, target k), or where the weights first
 // reach a fraction of their sum (Weighted true, target the fraction). `hi` is the largest logit. The cut is
 // expected at `lo` or above; without weights it must not be below. A histogram finds the bin in which the
-// target is crossed; only its tokens are looked at one by one. A target out of reach keeps everything.
+// target is crossed; only its tokens are looked at one by one. A target out of reach cuts nothing more.
 template <bool Weighted>
 Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float hi, double target,
              CutScratch& scratch) {
@@ -305,7 +307,8 @@ Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float h
     }
   }
   if (m == 0) return row.cut();
-  return find_cut_among(std::span(scratch.entries).first(m), mass, above, target);
+  const Cut cut = find_cut_among(std::span(scratch.entries).first(m), mass, above, target);
+  return cut.lowest == row.cut().lowest && cut.last > row.cut().last ? row.cut() : cut;
 }
 
 // The smallest float that is not below v, within the finite floats.
@@ -386,16 +389,17 @@ float checked_max(std::span<const float> logits) {
   return largest;
 }
 
-// ln of the sum of exp(logits - max). The terms are floats, their sum is a double.
+// ln of the sum of exp(logits - max). Sums of sixteen terms are floats, the rest is double.
 double log_of_sum(std::span<const float> logits, float max) {
   Block tail, edge;
   const Row row(logits, tail, edge);
   const Weigher weigh(max, 1);
   double sum = 0;
   for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-    F4 part = {};
-    for (std::size_t i = 0; i < kBlock; i += 4) part += weigh(load4(row.block(b) + i), splat(weigh.least()));
-    sum += sum_of(part);
+    const float* x = row.block(b);
+    F4 part[4] = {};
+    for (std::size_t i = 0; i < kBlock; i += 4) part[i / 4 % 4] += weigh(load4(x + i), splat(weigh.least()));
+    for (const F4& p : part) sum += sum_of(p);
   }
   return std::log(sum);
 }
@@ -405,7 +409,7 @@ double log_of_sum(std::span<const float> logits, float max) {
 struct Sampler::Impl {
   SamplerParams params;
   std::size_t n_vocab;
-  bool penalize;    // a penalty is on and its window holds something
+  bool penalize;    // a penalty is on and its window is not 0
   float inv_t = 0;  // 1 / temperature
   double log_min_p = 0;
   Rng rng;
@@ -465,12 +469,10 @@ struct Sampler::Impl {
   std::span<const float> adjust(std::span<const float> logits) {
     if (params.logit_bias.empty() && window_used == 0) return logits;
     std::copy(logits.begin(), logits.end(), adjusted.begin());
-    const auto saturate = [](double v) {
-      return static_cast<float>(std::clamp<double>(v, -kMaxFloat, kMaxFloat));
-    };
+    const auto saturate = [](double v) { return std::clamp<double>(v, -kMaxFloat, kMaxFloat); };
     for (const auto& [id, bias] : params.logit_bias) {
       float& x = adjusted[static_cast<std::size_t>(id)];
-      x = bias == -kInf || x == -kInf ? -kInf : saturate(x + bias);
+      x = bias == -kInf || x == -kInf ? -kInf : static_cast<float>(saturate(x + bias));
     }
     // Each distinct token once: its count is negated while the loop has still to meet it again.
     for (std::size_t i = 0; i < window_used; ++i) {
@@ -481,8 +483,9 @@ struct Sampler::Impl {
       float& x = adjusted[id];
       if (x == -kInf) continue;
       double v = x;
-      v = v > 0 ? v / params.repetition_penalty : v * params.repetition_penalty;
-      x = saturate(v - params.presence_penalty - count * params.frequency_penalty);
+      v = saturate(v > 0 ? v / params.repetition_penalty : v * params.repetition_penalty);
+      v = saturate(v - params.presence_penalty);
+      x = static_cast<float>(saturate(v - count * params.frequency_penalty));
     }
     for (std::size_t i = 0; i < window_used; ++i) {
       std::int32_t& count = counts[static_cast<std::size_t>(window[i])];

@@ -328,6 +328,12 @@ TEST_CASE("extreme logits, temperatures and penalties stay finite") {
       }
     }
   }
+  SamplerParams opposed = plain();
+  opposed.repetition_penalty = 1e300;
+  opposed.presence_penalty = -1e308;
+  opposed.frequency_penalty = -1e308;
+  Sampler finite(3, opposed);
+  for (int i = 0; i < 20; ++i) CHECK(finite.sample(std::vector<float>{huge, -huge, 0}) < 3);
   // At a small temperature only the largest are left, and equals share.
   const std::vector<float> x{1, 1 - 1e-6f, 1, -1};
   Sampler s(4, plain(1e-12));
