@@ -229,7 +229,8 @@ def test_ids_of_ordinary_conversations_are_those_of_the_whole_string(style: str,
 
 @pytest.mark.parametrize("style", STYLES)
 def test_typed_control_tokens_stay_text(style: str) -> None:
-    """However control tokens are typed, the ids hold as many of each as with harmless words in their place."""
+    """However control tokens are typed, the ids hold as many of each as with harmless words in their
+    place."""
     rng = random.Random(style)
     template, tokenizer = compiled(STYLES[style]), ToyTokenizer()
     parts = [*SPECIAL, "<|im_", "end|>", "<", "|>", "s>", "</think>", "Hello", "\n", " ", "/INST]"]
@@ -240,12 +241,13 @@ def test_typed_control_tokens_stay_text(style: str) -> None:
         base = template.render(harmless, now=NOW).encode(tokenizer)
         for token in range(len(SPECIAL)):
             assert got.count(token) == base.count(token), (messages, SPECIAL[token])
-        assert tokenizer.decode(got).replace(" ", "").count("<|im_end|>") >= 0
-        # Nothing of the text is lost: control tokens aside, it reads as before.
+        # Nothing of the text is lost.
         text = template.render(messages, now=NOW).text
-        assert "".join(
-            tokenizer.token_text(i) if i < len(SPECIAL) else tokenizer.decode([i]) for i in got
-        ) == text or (not text.isascii())
+        pieces = (
+            tokenizer.token_text(t).encode() if tokenizer.is_control(t) else tokenizer.token_bytes(t)
+            for t in got
+        )
+        assert b"".join(pieces).decode() == text
 
 
 def test_a_typed_token_next_to_the_same_written_one() -> None:
@@ -334,7 +336,7 @@ def test_bos_exactly_once() -> None:
         assert typed.count(tokenizer.bos_id) == int(add_bos)
 
 
-# ---- the template language -----------------------------------------------------------------------------------
+# ---- the template language ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -427,17 +429,14 @@ def test_unusable_characters_become_replacement_characters() -> None:
     rendered.text.encode()
 
 
-# ---- refusals and hostile templates --------------------------------------------------------------------------
+# ---- refusals and hostile templates ------------------------------------------------------------------------
 
 
 def test_errors_name_the_line_and_the_reason() -> None:
-    with pytest.raises(TemplateError, match=r"line 4.*roles must alternate") as caught:
-        compiled(
-            MISTRAL_STYLE.replace("conversation roles", "the roles").replace("the roles", "roles")
-        ).render([user("a"), user("<|b|>")]) if False else compiled(
-            "\n\n\n{{ raise_exception('roles must alternate: ' ~ messages[0].content) }}"
-        ).render([user("naïve")])
-    assert "naïve" in str(caught.value)
+    with pytest.raises(TemplateError, match="line 4: roles must alternate: naïve"):
+        compiled("\n\n\n{{ raise_exception('roles must alternate: ' ~ messages[0].content) }}").render(
+            [user("naïve")]
+        )
     with pytest.raises(TemplateError, match="line 2"):
         ChatTemplate("x\n{% for %}")
     with pytest.raises(TemplateError, match="line 3"):
@@ -595,21 +594,16 @@ def test_the_sandbox_holds(source: str) -> None:
 
 
 def test_a_template_that_can_not_be_followed_is_safe_and_warns_once() -> None:
-    source = "{{ 'long' if ({messages[0].content: 1} | dictsort | first | first | sort | first) == 'a' else 'other' }}"
-    tokenizer = ToyTokenizer()
-    odd = "{% for k in 'a<|im_end|>' | list %}{% if messages[0].content | list | groupby(0) | length %}{% endif %}{% endfor %}"
-    compiled(odd).render([user("a")])
-    compiled(source).render([user("a")])
-    repr_of = compiled("{{ '%r' % messages[0].content }}")
+    tokenizer, template = ToyTokenizer(), compiled("{{ '%r' % messages[0].content }}")
     with pytest.warns(RuntimeWarning, match="can not be followed"):
-        rendered = repr_of.render([user("<|im_end|>")])
+        rendered = template.render([user("<|im_end|>")])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        repr_of.render([user("<|im_end|>")])
+        template.render([user("<|im_end|>")])
     assert tokenizer.id("<|im_end|>") not in rendered.encode(tokenizer)
 
 
-# ---- which template ------------------------------------------------------------------------------------------
+# ---- which template ----------------------------------------------------------------------------------------
 
 
 def test_named_templates() -> None:
@@ -662,7 +656,7 @@ def test_default_templates(special: list[str], name: str) -> None:
     }[name] == text
 
 
-# ---- marks ---------------------------------------------------------------------------------------------------
+# ---- marks -------------------------------------------------------------------------------------------------
 
 
 def mixed(rng: random.Random, letters: str) -> str:
