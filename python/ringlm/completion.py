@@ -80,6 +80,7 @@ class _Job:
     stop: list[str]
     sampling: Sampling
     logprobs: int | None
+    continuation: bool  # raw text goes on with the prompt's; an answer begins a text
     cached: int = 0
 
     def run(self) -> Generator[Piece, None, TextGeneration]:
@@ -92,7 +93,8 @@ class _Job:
                 self.ids[self.cached :],
                 stop=self.stop,
                 max_tokens=self.max_tokens,
-                logprobs=self.logprobs or 0,
+                logprobs=self.logprobs,
+                continuation=self.continuation,
                 sampling=self.sampling,
             )
             try:
@@ -154,6 +156,7 @@ def create_completion(
         stop_list(given.take("stop")),
         given.sampling(),
         None if logprobs is None or logprobs is False else _count("logprobs", logprobs),
+        continuation=True,
     )
     given.finish()
     if echo and job.logprobs is not None:
@@ -250,6 +253,7 @@ def create_chat_completion(
         stop,
         sampling,
         _count("top_logprobs", top or 0) if wanted else None,
+        continuation=False,
     )
     if stream:
         return _stream_chat(job, _head("chatcmpl", "chat.completion.chunk", model), include_usage)

@@ -250,9 +250,10 @@ def test_generated_text(model: Model) -> None:
         and whole.finish_reason == "stop"
         and whole.stop is None
     )
-    assert (
-        all("\ufffd" not in p.text for p in pieces) and [t.id for p in pieces for t in p.tokens] == whole.ids
-    )
+    assert all("\ufffd" not in p.text for p in pieces)
+    assert not any(p.tokens for p in pieces)  # nobody asked for log-probabilities
+    listed = generate("Grüße 🙂 日本", logprobs=0)
+    assert [t.id for p in list(listed) for t in p.tokens] == listed.ids == whole.ids
 
     stopped = generate("one, two, three", stop=["twice", "two"])
     assert (

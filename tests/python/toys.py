@@ -125,7 +125,7 @@ class ToyTokenizer:
     def is_control(self, token: int) -> bool:
         return token < self._n_special
 
-    def stream(self) -> ToyStream:
+    def stream(self, skip_special: bool = True, *, continuation: bool = False) -> ToyStream:
         return ToyStream(self)
 
 
