@@ -18,7 +18,7 @@ from hf_llama import (
     reference_logits,
 )
 from random_llama import worst
-from ringlm import _core
+from ringlm import Model, _core
 
 NEEDS = "conformance with transformers needs: pip install 'ringlm[conformance]'"
 torch = pytest.importorskip("torch", reason=NEEDS)
@@ -138,21 +138,25 @@ def test_token_by_token(tmp_path: Path, record_property: Callable[..., None]) ->
     assert error < LIMIT
 
 
+@pytest.mark.parametrize("name", ["plain", "llama-3", "linear-rope"])
+def test_long_text(tmp_path: Path, record_property: Callable[..., None], name: str) -> None:
+    tokens = [int(t) for t in np.random.default_rng(12).integers(0, 96, 512)]
+    model = random_model(seed=4, **FEATURES[name])
+    found = all_logits(export(model).write(tmp_path / "m.gguf"), chunk=128, tokens=tokens)
+    error = worst(found, reference_logits(model, tokens))
+    record_property("worst_relative_error", error)
+    assert error < LIMIT
+
+
 @pytest.mark.parametrize("chunk", [5, 128])
 @pytest.mark.parametrize("name", ["plain", "tied-with-biases", "llama-3", "linear-rope", *HEADS])
 def test_greedy_text_equals_generate(tmp_path: Path, name: str, chunk: int) -> None:
     config = FEATURES[name] if name in FEATURES else head_config(name, 24)
     model = random_model(seed=5, **{**config, "vocab_size": 500})
     prompt = TOKENS[:23]
-    session = _core.Session(
-        _core.Model(str(export(model).write(tmp_path / "m.gguf")), 2), kv_k="f32", kv_v="f32", chunk=chunk
-    )
-    logits = np.zeros(500, np.float32)
-    session.prefill(np.array(prompt, np.int32), logits)
-    found = [int(logits.argmax())]
-    while len(found) < 32:
-        session.decode(found[-1], logits)
-        found.append(int(logits.argmax()))
+    with Model(export(model).write(tmp_path / "m.gguf"), n_threads=2) as ours:
+        session = ours.session(kv="f32", chunk=chunk)
+        found = list(session.generate(prompt, max_tokens=32, stop_ids=(), temperature=0.0))
     assert found == reference_greedy(model, prompt, 32)
     assert len(set(found)) > 8  # a model that repeats itself would prove little
 
@@ -204,6 +208,19 @@ def heads_turned(name: str) -> Callable[[Export], None]:
     return change
 
 
+def swapped(one: str, other: str) -> Callable[[Export], None]:
+    def change(e: Export) -> None:
+        for a, b in zip(e.layer(one), e.layer(other), strict=True):
+            e.tensors[a], e.tensors[b] = e.tensors[b], e.tensors[a]
+
+    return change
+
+
+def not_blended(e: Export) -> None:
+    factors = e.tensors["rope_freqs.weight"]
+    e.tensors["rope_freqs.weight"] = np.where(factors > 1.0, factors.max(), 1.0)
+
+
 def says(key: str, value: Any) -> Callable[[Export], None]:
     def change(e: Export) -> None:
         assert e.metadata[key] != value
@@ -237,10 +254,12 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Export], None]]] = {
     "k-bias-not-permuted": (ALL, not_permuted("attn_k.bias")),
     "k-heads-in-another-order": (ALL, heads_turned("attn_k.weight")),
     "v-heads-in-another-order": (ALL, heads_turned("attn_v.weight")),
+    "gate-and-up-swapped": (ALL, swapped("ffn_gate.weight", "ffn_up.weight")),
     "head-tied": ({}, without("output.weight")),
     "another-eps": (FEATURES["large-eps"], says("attention.layer_norm_rms_epsilon", 1e-5)),
     "another-theta": (FEATURES["rope-theta-500000"], says("rope.freq_base", 10000.0)),
     "no-llama-3-factors": (FEATURES["llama-3"], without("rope_freqs.weight")),
+    "llama-3-factors-not-blended": (FEATURES["llama-3"], not_blended),
     "no-linear-factor": (FEATURES["linear-rope"], says("rope.scaling.factor", 1.0)),
     "half-of-the-head-turned": (ALL, says("rope.dimension_count", 12)),
 }
