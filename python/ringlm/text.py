@@ -86,6 +86,8 @@ class Piece:
 
     text: str
     tokens: list[TokenLogprobs] = field(default_factory=list)
+    #: Characters that the tokens before had made, those that were held back too.
+    start: int = 0
 
 
 class TextGeneration:
@@ -128,20 +130,23 @@ class TextGeneration:
         self._generation.close()
 
     def _run(self) -> Generator[Piece, None, None]:
+        start = 0
         for token in self._generation:
             self.ids.append(token.id)
-            text = self._stops.push(self._stream.push(token.id))
+            made = self._stream.push(token.id)
+            piece = Piece(self._stops.push(made), [token], start)
+            start += len(made)
             if self._stops.found is not None:
                 self._finish = "stop"
                 self._generation.close()
-                yield Piece(text, [token])
+                yield piece
                 return
-            yield Piece(text, [token])
+            yield piece
         rest = self._stops.push(self._stream.flush())
         rest += self._stops.flush()
         self._finish = "stop" if self._stops.found is not None else self._generation.finish_reason
         if rest:
-            yield Piece(rest)
+            yield Piece(rest, [], start)
 
 
 def generate_text(
