@@ -23,6 +23,7 @@ from ringlm import Model, _core
 NEEDS = "conformance with transformers needs: pip install 'ringlm[conformance]'"
 torch = pytest.importorskip("torch", reason=NEEDS)
 pytest.importorskip("transformers", reason=NEEDS)
+pytestmark = pytest.mark.conformance
 
 LIMIT = 1e-4  # largest difference over largest logit
 TOKENS = [int(t) for t in np.random.default_rng(11).integers(0, 96, 150)]

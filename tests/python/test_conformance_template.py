@@ -25,6 +25,7 @@ from tokenizer_data import CONTROL, NORMAL, keyed, train_byte_level
 
 NEEDS = "conformance with transformers needs: pip install 'ringlm[conformance]'"
 transformers = pytest.importorskip("transformers", reason=NEEDS)
+pytestmark = pytest.mark.conformance
 
 NOW = datetime.datetime(2024, 2, 9, 17, 5, 0)
 MARKERS = [

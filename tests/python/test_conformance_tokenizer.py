@@ -7,6 +7,7 @@ trained here.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tokenizer_data import (
 
 NEEDS = "conformance with transformers needs: pip install 'ringlm[conformance]'"
 transformers = pytest.importorskip("transformers", reason=NEEDS)
+pytestmark = pytest.mark.conformance
 
 PRES = ["gpt-2", "smollm", "llama-bpe", "qwen2"]
 BOS, EOS, END = "<|begin|>", "<|endoftext|>", "<|im_end|>"
