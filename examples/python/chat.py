@@ -2,7 +2,10 @@
 
 from ringlm import Model
 
-with Model.pull("smollm2-135m") as model, model.chat(system="You answer in one sentence.", temperature=0) as chat:
+with (
+    Model.pull("smollm2-135m") as model,
+    model.chat(system="You answer in one sentence.", temperature=0) as chat,
+):
     for question in ("What is the capital of France?", "And of Italy?"):
         print(f"> {question}")
         for piece in chat.send(question):

@@ -3,7 +3,6 @@
 import sys
 
 import numpy as np
-
 from ringlm import Model
 
 model = Model(sys.argv[1])

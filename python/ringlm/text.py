@@ -83,7 +83,7 @@ def _borders(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that was released, and, if log-probabilities were asked for, the tokens generated since the last."""
+    """Text that was released; with log-probabilities, also the tokens generated since the last piece."""
 
     text: str
     tokens: list[TokenLogprobs] = field(default_factory=list)
