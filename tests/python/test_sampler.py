@@ -114,7 +114,7 @@ def test_frequencies_follow_the_chain(n_vocab: int, scale: float, params: dict[s
 
 
 @pytest.mark.parametrize("params", CHAINS, ids=str)
-@pytest.mark.parametrize("kind", ["normal", "ties", "spread", "sorted", "one block"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "spread", "sorted", "one block", "long tail"])
 def test_support_is_exact(kind: str, params: dict[str, Any]) -> None:
     """At an enormous temperature all kept tokens are alike, so enough draws show each of them."""
     n = 700
@@ -125,6 +125,8 @@ def test_support_is_exact(kind: str, params: dict[str, Any]) -> None:
         "spread": (rng.standard_normal(n) * 10 ** rng.uniform(-3, 3, n)).astype(np.float32),
         "sorted": np.linspace(9, -9, n, dtype=np.float32),
         "one block": np.concatenate([normal(100, 1.0), normal(n - 100, 1.0) - 60]).astype(np.float32),
+        # Tokens that never get into top-p 0.5 themselves, but whose mass moves its end.
+        "long tail": np.log([1, 0.3, 0.2, 0.1] + [6.9e-4] * (n - 4)).astype(np.float32),
     }[kind]
     params = params | {"temperature": 1e12}
     want = expected(logits, **params) > 0
