@@ -203,12 +203,9 @@ def test_completions_refuse_what_they_can_not_do(model: Model) -> None:
 
 
 def test_pull_opens_what_the_hub_returns(toy_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
+    from ringlm import hub
 
-    hub = types.ModuleType("ringlm.hub")
-    vars(hub)["pull"] = lambda name: f"/models/{name}.gguf"
-    monkeypatch.setitem(sys.modules, "ringlm.hub", hub)
+    monkeypatch.setattr(hub, "pull", lambda name: f"/models/{name}.gguf")
     model = Model.pull("tiny", n_threads=3)
     assert str(model.path) == "/models/tiny.gguf" and model.n_threads == 3
     assert model.backend == "cpu" and model.nbytes == 1000 and "tiny" in repr(model)
