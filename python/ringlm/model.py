@@ -1,0 +1,263 @@
+"""A model file, opened."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+from ringlm.errors import InvalidArgument, StateError
+from ringlm.session import Sampling, Session
+
+if TYPE_CHECKING:
+    from ringlm.chat import Chat
+    from ringlm.completion import Json
+    from ringlm.template import ChatTemplate
+    from ringlm.tokenizer import Tokenizer
+
+__all__ = ["Model"]
+
+
+class Model:
+    """The weights of a GGUF file, mapped read-only and shared by all sessions of the model.
+
+    ``n_threads`` None uses the physical cores. Raises FileFormatError, UnsupportedModelError, OutOfMemory.
+    Tokenizer, metadata and templates are read when first asked for.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        n_threads: int | None = None,
+        backend: str = "cpu",
+        n_ctx: int | None = None,
+    ) -> None:
+        if n_threads is not None and n_threads < 1:
+            raise InvalidArgument(f"n_threads is {n_threads}; expected at least 1, or None for the default")
+        core = importlib.import_module("ringlm._core")
+        self.path = Path(path)
+        #: The native model.
+        self.core: Any = core.Model(str(self.path), n_threads or 0, backend)
+        #: n_ctx of the sessions that completions open by themselves.
+        self.completion_n_ctx = n_ctx
+        self._idle: list[Session] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def pull(cls, name: str, **options: Any) -> Model:
+        """Downloads the model of that name unless it is in the cache folder, and opens it."""
+        path: str | os.PathLike[str] = importlib.import_module("ringlm.hub").pull(name)
+        return cls(path, **options)
+
+    # ---- what it is ----------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The architecture: ``n_layer``, ``n_head``, ``n_head_kv``, ``head_dim``, ``n_ctx_train`` and so
+        on."""
+        return self.core.config
+
+    @property
+    def n_vocab(self) -> int:
+        return int(self.core.config.n_vocab)
+
+    @property
+    def n_threads(self) -> int:
+        return int(self.core.n_threads)
+
+    @property
+    def backend(self) -> str:
+        return str(self.core.backend)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return int(self.core.nbytes)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer: Tokenizer = importlib.import_module("ringlm.tokenizer").Tokenizer(self.path)
+        return tokenizer
+
+    @cached_property
+    def gguf(self) -> Any:
+        """The file's metadata: ``get(key, default)`` and ``keys()``."""
+        return importlib.import_module("ringlm._core").GGUF(str(self.path))
+
+    @property
+    def metadata(self) -> Any:
+        return self.gguf
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """Sources of the file's chat templates by name; the unnamed one is ``"default"``."""
+        from ringlm.template import named_templates
+
+        return named_templates(self.gguf)
+
+    def chat_template(self, name: str | None = None) -> ChatTemplate:
+        """The compiled template of that name, or the default one; guessed, with a warning, if the file has
+        none."""
+        from ringlm.template import choose_template
+
+        with self._lock:
+            if name not in self._templates:
+                self._templates[name] = choose_template(self.chat_templates, self.tokenizer, name)
+            return self._templates[name]
+
+    @cached_property
+    def _templates(self) -> dict[str | None, ChatTemplate]:
+        return {}
+
+    # ---- what it does --------------------------------------------------------------------------------------
+
+    def session(
+        self, n_ctx: int | None = None, kv: str | tuple[str, str] = "f16", chunk: int = 128
+    ) -> Session:
+        """Opens a session; see Session."""
+        self._check_open()
+        return Session(self, n_ctx=n_ctx, kv=kv, chunk=chunk)
+
+    def chat(
+        self,
+        system: str | None = None,
+        template: str | ChatTemplate | None = None,
+        *,
+        n_ctx: int | None = None,
+        kv: str | tuple[str, str] = "f16",
+        chunk: int = 128,
+        stop: str | Sequence[str] | None = None,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> Chat:
+        """Opens a conversation with a session of its own.
+
+        ``template`` is the name of one of the file's templates or a ChatTemplate; ``variables`` go to it.
+        ``changes`` are sampling parameters by name.
+        """
+        from ringlm.chat import Chat
+
+        chosen = self.chat_template(template) if template is None or isinstance(template, str) else template
+        how = (sampling or Sampling()).replace(**changes)
+        session = self.session(n_ctx, kv, chunk)
+        try:
+            return Chat(
+                session,
+                self.tokenizer,
+                chosen,
+                system=system,
+                sampling=how,
+                stop=stop,
+                max_tokens=max_tokens,
+                variables=variables,
+            )
+        except BaseException:
+            session.close()
+            raise
+
+    @overload
+    def create_completion(
+        self, prompt: str | Sequence[int] = "", *, stream: Literal[False] = False, **options: Any
+    ) -> Json: ...
+    @overload
+    def create_completion(
+        self, prompt: str | Sequence[int] = "", *, stream: Literal[True], **options: Any
+    ) -> Iterator[Json]: ...
+    @overload
+    def create_completion(
+        self, prompt: str | Sequence[int] = "", *, stream: bool, **options: Any
+    ) -> Json | Iterator[Json]: ...
+    def create_completion(
+        self, prompt: str | Sequence[int] = "", *, stream: bool = False, **options: Any
+    ) -> Json | Iterator[Json]:
+        """Continues raw text, no template. Returns an OpenAI ``text_completion``, or with ``stream`` its
+        chunks.
+
+        Options: those of Sampling (``repeat_penalty`` is ``repetition_penalty``), ``max_tokens`` (16; None or
+        at most 0 is no limit), ``stop``, ``logprobs`` (how many of the most probable tokens to list),
+        ``echo``, ``stream_options``. Raises TypeError for unknown ones.
+        """
+        from ringlm.completion import create_completion
+
+        return create_completion(self, prompt, stream, options)
+
+    __call__ = create_completion
+
+    @overload
+    def create_chat_completion(
+        self, messages: Iterable[Mapping[str, Any]], *, stream: Literal[False] = False, **options: Any
+    ) -> Json: ...
+    @overload
+    def create_chat_completion(
+        self, messages: Iterable[Mapping[str, Any]], *, stream: Literal[True], **options: Any
+    ) -> Iterator[Json]: ...
+    @overload
+    def create_chat_completion(
+        self, messages: Iterable[Mapping[str, Any]], *, stream: bool, **options: Any
+    ) -> Json | Iterator[Json]: ...
+    def create_chat_completion(
+        self, messages: Iterable[Mapping[str, Any]], *, stream: bool = False, **options: Any
+    ) -> Json | Iterator[Json]:
+        """Answers a conversation. Returns an OpenAI ``chat.completion``, or with ``stream`` its chunks.
+
+        Options as create_completion, but ``max_tokens`` has no limit by default, ``logprobs`` is true or
+        false with ``top_logprobs``, and there are ``tools``, ``template`` and ``template_variables`` for the
+        template.
+        """
+        from ringlm.completion import create_chat_completion
+
+        return create_chat_completion(self, messages, stream, options)
+
+    @contextmanager
+    def idle_session(self) -> Iterator[Session]:
+        """A session that no other completion uses, the one used last if there is one: its cache may fit."""
+        self._check_open()
+        with self._lock:
+            session = self._idle.pop() if self._idle else None
+        session = session or self.session(self.completion_n_ctx)
+        try:
+            yield session
+        finally:
+            with self._lock:
+                keep = not self._closed and not self._idle and not session.closed
+                if keep:
+                    self._idle.append(session)
+            if not keep:
+                session.close()
+
+    def close(self) -> None:
+        """Closes the sessions of completions and lets go of the weights. Sessions still open keep them."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for session in idle:
+            session.close()
+        self.core.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the model is closed; open it again with Model(path)")
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("a Model holds native memory and can not be pickled; open the file in each process")
+
+    def __repr__(self) -> str:
+        return f"Model({str(self.path)!r})"

@@ -1,0 +1,166 @@
+"""From token ids to text as it is generated: stop strings and the generation loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ringlm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from ringlm.session import Generation, Sampling, Session, TokenLogprobs
+    from ringlm.tokenizer import Tokenizer
+
+__all__ = ["Piece", "StopStrings", "TextGeneration", "generate_text", "stop_list"]
+
+
+def stop_list(stop: str | Sequence[str] | None) -> list[str]:
+    """Stop strings as a list, for the forms that a caller may use. Raises InvalidArgument."""
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise InvalidArgument(f"stop holds {text!r}; a stop string is a string of at least one character")
+    return stops
+
+
+class StopStrings:
+    """Ends text at the first stop string to be complete; the longest one if several are complete at once.
+
+    Text that might be the beginning of a stop string is held back until it is clear that it is none. The
+    result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stop_list(stops)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # characters of each stop that the text ends with
+        self._held = ""
+        #: The stop string that ended the text, or None.
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Adds text and returns what can be released. After a stop string was found it is always empty."""
+        if self.found is not None:
+            return ""
+        if not self._stops:
+            return text
+        for i, char in enumerate(text):
+            for k, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+                n = self._matched[k]
+                while n and stop[n] != char:
+                    n = borders[n - 1]
+                self._matched[k] = n = n + (stop[n] == char)
+                if n == len(stop) and n > len(self.found or ""):
+                    self.found = stop
+            if self.found is not None:
+                whole = self._held + text[: i + 1]
+                self._held = ""
+                return whole[: len(whole) - len(self.found)]
+        whole = self._held + text
+        cut = len(whole) - max(self._matched)
+        self._held = whole[cut:]
+        return whole[:cut]
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the text."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+
+def _borders(text: str) -> list[int]:
+    """For every prefix, the length of its longest proper border (Knuth, Morris and Pratt 1977)."""
+    out = [0] * len(text)
+    n = 0
+    for i in range(1, len(text)):
+        while n and text[n] != text[i]:
+            n = out[n - 1]
+        out[i] = n = n + (text[n] == text[i])
+    return out
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that was released, and the tokens that were generated since the piece before."""
+
+    text: str
+    tokens: list[TokenLogprobs] = field(default_factory=list)
+
+
+class TextGeneration:
+    """Iterates over the pieces of one generation. A piece may have no text while characters are held back."""
+
+    def __init__(
+        self, generation: Generation[TokenLogprobs], tokenizer: Tokenizer, stops: Sequence[str]
+    ) -> None:
+        self._generation = generation
+        self._stops = StopStrings(stops)
+        self._stream = tokenizer.stream()
+        self._finish: str | None = None
+        #: All generated ids, without the one that ended the text.
+        self.ids: list[int] = []
+        self._pieces = self._run()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``"stop"`` (end of generation or stop string), ``"length"`` (max_tokens or context), None before
+        the end."""
+        return self._finish
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.found
+
+    @property
+    def generation(self) -> Generation[TokenLogprobs]:
+        return self._generation
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+        self._generation.close()
+
+    def _run(self) -> Generator[Piece, None, None]:
+        for token in self._generation:
+            self.ids.append(token.id)
+            text = self._stops.push(self._stream.push(token.id))
+            if self._stops.found is not None:
+                self._finish = "stop"
+                self._generation.close()
+                yield Piece(text, [token])
+                return
+            yield Piece(text, [token])
+        rest = self._stops.push(self._stream.flush())
+        rest += self._stops.flush()
+        self._finish = "stop" if self._stops.found is not None else self._generation.finish_reason
+        if rest:
+            yield Piece(rest)
+
+
+def generate_text(
+    session: Session,
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    *,
+    stop: str | Sequence[str] | None = None,
+    max_tokens: int | None = None,
+    logprobs: int = 0,
+    sampling: Sampling | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TextGeneration:
+    """Generates text after ``tokens``, which are appended to what is in the session's cache.
+
+    ``logprobs`` is how many of the most probable tokens each Piece.tokens entry lists.
+    """
+    stops = stop_list(stop)
+    generation = session.generate(
+        tokens, max_tokens=max_tokens, logprobs=logprobs, sampling=sampling, progress=progress
+    )
+    return TextGeneration(generation, tokenizer, stops)

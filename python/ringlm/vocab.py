@@ -1,0 +1,236 @@
+"""The vocabulary of a GGUF file, read from its ``tokenizer.ggml.*`` metadata and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+from ringlm.errors import FileFormatError, UnsupportedModelError
+
+MODELS = ("gpt2", "llama")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+# Texts of tokens that end a turn, most specific first. A base model has the last ones only.
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001
+    "<end_of_utterance>",
+)
+_END_OF_MESSAGE = ("<|eom_id|>",)
+# Generation stops there too: tool calls and final answers (harmony), file borders (fill in the middle).
+_END_OTHERS = (
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "[EOS]",
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
+)
+# These are HTML as well, where they are USER_DEFINED (Gemma): an end only as control tokens.
+_END_IF_CONTROL = ("</s>", "<eos>")
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+
+
+class TokenType(IntEnum):
+    """``tokenizer.ggml.token_type``, the numbers of SentencePiece."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Metadata(Protocol):
+    """What is needed of a GGUF file: ``ringlm._core.GGUF`` or anything that answers alike."""
+
+    def get(self, key: str, default: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """Tokens and rules of one vocabulary. Ids are indices into ``tokens`` and ``types``."""
+
+    model: str  # "gpt2" or "llama"
+    pre: str | None
+    tokens: list[str]  # bytes that are not UTF-8 are lone surrogates (surrogateescape)
+    types: bytes  # TokenType of each id
+    scores: list[float]  # "llama" only, else empty
+    merges: list[str]  # "gpt2" only, else empty
+    add_space_prefix: bool
+    add_bos: bool | None  # None: the file does not say
+    add_eos: bool | None
+    special: dict[str, int] = field(default_factory=dict)  # "bos" -> id, ...
+    eog_ids: frozenset[int] = frozenset()
+
+    def of_type(self, *types: TokenType) -> list[int]:
+        """All ids of these types, ascending."""
+        return _ids_of_type(self.types, *types)
+
+
+def _ids_of_type(types: bytes, *wanted: TokenType) -> list[int]:
+    pattern = re.compile(b"[" + b"".join(b"\\x%02x" % t for t in wanted) + b"]")
+    return [match.start() for match in pattern.finditer(types)]
+
+
+def load_vocab(file: Metadata) -> Vocab:
+    """Read and check the vocabulary.
+
+    Raises UnsupportedModelError for a kind of tokenizer that is not built in, FileFormatError for
+    metadata that contradict themselves.
+    """
+    model = _typed(file, "tokenizer.ggml.model", str, None)
+    if model is None:
+        raise FileFormatError(
+            "the file has no vocabulary: the key tokenizer.ggml.model is missing; "
+            "convert the model again with its tokenizer"
+        )
+    if model not in MODELS:
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' (byte-level BPE) and "
+            "'llama' (SentencePiece BPE)"
+        )
+    tokens = _strings(file, "tokenizer.ggml.tokens")
+    if not tokens:
+        raise FileFormatError("tokenizer.ggml.tokens is missing or empty; a vocabulary needs tokens")
+    special = _special_ids(file, len(tokens))
+    types = _types(file, model, tokens, special)
+    scores: list[float] = []
+    merges: list[str] = []
+    if model == "llama":
+        scores = _scores(file, len(tokens))
+    else:
+        merges = _strings(file, "tokenizer.ggml.merges")
+    eog_ids = _find_ends(tokens, types, special)
+    return Vocab(
+        model=model,
+        pre=_typed(file, "tokenizer.ggml.pre", str, None),
+        tokens=tokens,
+        types=types,
+        scores=scores,
+        merges=merges,
+        add_space_prefix=model == "llama" and _typed(file, "tokenizer.ggml.add_space_prefix", bool, True),
+        add_bos=_typed(file, "tokenizer.ggml.add_bos_token", bool, None),
+        add_eos=_typed(file, "tokenizer.ggml.add_eos_token", bool, None),
+        special=special,
+        eog_ids=eog_ids,
+    )
+
+
+def _typed(file: Metadata, key: str, kind: type, default: Any) -> Any:
+    value = file.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FileFormatError(f"{key} is {value!r} ({type(value).__name__}); expected {kind.__name__}")
+    return value
+
+
+def _strings(file: Metadata, key: str) -> list[str]:
+    value = file.get(key)
+    if value is None:
+        return []
+    # A look at the ends is enough: arrays in GGUF have one element type.
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in (*value[:1], *value[-1:])):
+        raise FileFormatError(f"{key} is a {type(value).__name__}; expected an array of strings")
+    return value
+
+
+def _numbers(file: Metadata, key: str, n: int) -> Any:
+    """A numeric array of n elements as numpy array, None when the key is missing."""
+    value = file.get(key)
+    if value is None:
+        return None
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise FileFormatError(f"{key} is no array of numbers")
+    if len(array) != n:
+        raise FileFormatError(f"{key} has {len(array)} elements, tokenizer.ggml.tokens has {n}")
+    return array
+
+
+def _scores(file: Metadata, n: int) -> list[float]:
+    array = _numbers(file, "tokenizer.ggml.scores", n)
+    if array is None:
+        raise FileFormatError("tokenizer.ggml.scores is missing; a 'llama' vocabulary merges by score")
+    scores: list[float] = array.tolist()
+    if not (array == array).all():
+        raise FileFormatError("tokenizer.ggml.scores contains NaN; merges need an order")
+    return scores
+
+
+def _types(file: Metadata, model: str, tokens: list[str], special: dict[str, int]) -> bytes:
+    array = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
+    if array is not None:
+        if len(array) and not (array.min() >= 1 and array.max() <= 6):
+            raise FileFormatError("tokenizer.ggml.token_type has values outside 1 to 6")
+        return bytes(array.astype("uint8").tobytes())
+    # Files from before the key existed: the special ids and the byte tokens are known all the same.
+    types = bytearray([TokenType.NORMAL]) * len(tokens)
+    if model == "llama":
+        for i, text in enumerate(tokens):
+            if re.fullmatch("<0x[0-9A-F]{2}>", text):
+                types[i] = TokenType.BYTE
+    for name, i in special.items():
+        types[i] = TokenType.UNKNOWN if name == "unknown" else TokenType.CONTROL
+    return bytes(types)
+
+
+def _special_ids(file: Metadata, n: int) -> dict[str, int]:
+    found = {}
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = _typed(file, key, int, None)
+        if value is None:
+            continue
+        if not 0 <= value < n:
+            raise FileFormatError(f"{key} is {value}; the vocabulary has {n} tokens")
+        found[name] = value
+    return found
+
+
+def _find_ends(tokens: list[str], types: bytes, special: dict[str, int]) -> frozenset[int]:
+    """The ids that end a generation. Adds "eot" and "eom" to special where only the text names them."""
+    ids: dict[str, int] = {}
+    for i in _ids_of_type(types, TokenType.CONTROL, TokenType.USER_DEFINED):
+        if types[i] == TokenType.CONTROL or tokens[i] not in _END_IF_CONTROL:
+            ids.setdefault(tokens[i], i)
+    for name, texts in (("eot", _END_OF_TURN), ("eom", _END_OF_MESSAGE)):
+        known = [ids[text] for text in texts if text in ids]
+        if known:
+            special.setdefault(name, known[0])
+    ends = {ids[t] for t in _all_ends() if t in ids}
+    # In the harmony format a message ends with <|end|> and the model goes on with the next one.
+    if {"<|return|>", "<|call|>", "<|end|>"} <= ids.keys():
+        ends.discard(ids["<|end|>"])
+        if special.get("eot") == ids["<|end|>"]:
+            special["eot"] = ids["<|return|>"]
+    ends.update(special[name] for name in _END_KEYS if name in special)
+    return frozenset(ends)
+
+
+def _all_ends() -> Sequence[str]:
+    return (*_END_OF_TURN, *_END_OF_MESSAGE, *_END_OTHERS, *_END_IF_CONTROL)
