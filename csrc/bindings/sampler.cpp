@@ -4,7 +4,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -59,32 +58,6 @@ std::uint64_t seed_of(const py::int_& seed) {
   }
   return value;
 }
-
-// A sampler whose calls run without the GIL; a second thread gets an error instead of a race.
-class PySampler {
- public:
-  PySampler(std::int32_t n_vocab, SamplerParams params) : sampler_(n_vocab, std::move(params)) {}
-  explicit PySampler(Sampler sampler) : sampler_(std::move(sampler)) {}
-
-  template <class F>
-  auto exclusively(F f) {
-    if (busy_.test_and_set(std::memory_order_acquire)) {
-      throw StateError("this sampler is in use by another thread; give each stream of text its own");
-    }
-    struct Release {
-      std::atomic_flag& flag;
-      ~Release() { flag.clear(std::memory_order_release); }
-    } const release{busy_};
-    const py::gil_scoped_release no_gil;
-    return f(sampler_);
-  }
-
-  const Sampler& get() const { return sampler_; }
-
- private:
-  std::atomic_flag busy_;
-  Sampler sampler_;
-};
 
 py::dict dict_of(const SamplerParams& p) {
   py::dict bias;

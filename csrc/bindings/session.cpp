@@ -92,7 +92,12 @@ void bind_session(py::module_& m) {
       .def("prefill", &prefill, py::arg("tokens"), py::arg("out").noconvert() = py::none(), py::arg("all_logits") = false,
            py::arg("progress") = py::none())
       .def("decode", &decode, py::arg("token"), py::arg("out").noconvert() = py::none())
-      .def("sample", &Session::sample, py::arg("sampler"), Release())
+      .def(
+          "sample",
+          [](const Session& s, PySampler& sampler) {
+            return sampler.exclusively([&](Sampler& one) { return s.sample(one); });
+          },
+          py::arg("sampler"))
       .def("log_probability", &Session::log_probability, py::arg("id"), Release())
       .def(
           "top_log_probabilities",
