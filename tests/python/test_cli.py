@@ -153,7 +153,7 @@ def test_run_sampling_options_reach_the_sampler(ringlm: Command, models: Models)
         ids = set()
         for seed in range(n):
             done = ringlm(
-                "run", models.random, "-p", "hello", "-n", "1", "--json", "--seed", str(seed), *args
+                "run", models.random, "-p", "hello", "-n", "1", "-t", "1", "--json", "--seed", str(seed), *args
             )
             ids.update(json.loads(done.out)["tokens"])
         return ids
