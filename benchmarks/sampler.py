@@ -12,7 +12,6 @@ import argparse
 import time
 
 import numpy as np
-
 from ringlm import _core
 
 SETTINGS: dict[str, dict[str, object]] = {

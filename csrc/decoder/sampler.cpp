@@ -1,12 +1,16 @@
 // One row of logits becomes one token.
 //
 // Top-k, top-p and min-p each keep a prefix of the tokens ordered by (logit descending, id ascending). So
-// truncation never sorts: it finds where the prefix ends (Cut), and the draw walks over the tokens in id
-// order. Work is done in blocks; a block whose largest logit lies below the cut is skipped.
+// truncation never sorts or copies: it finds where the prefix ends (Cut). Logits are handled in blocks whose
+// largest value is known. Blocks wholly below the cut are skipped, and the draw needs no pass over the
+// logits: it proposes a block by the bound that its largest logit gives, then accepts or rejects one of its
+// tokens.
 #include "ringlm/sampler.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <sstream>
@@ -30,30 +34,64 @@ constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 std::size_t blocks_for(std::size_t n) { return (n + kBlock - 1) / kBlock; }
 
-// Logits in whole blocks; the last one is padded with minus infinity and may lie elsewhere.
-struct Row {
-  const float* x;
-  const float* tail;
-  std::size_t size;
-  const std::int32_t* ids = nullptr;  // null: the position is the id
-
-  std::size_t n_blocks() const { return blocks_for(size); }
-  const float* block(std::size_t b) const { return b < size / kBlock ? x + b * kBlock : tail; }
-  std::int32_t id(std::size_t pos) const { return ids ? ids[pos] : static_cast<std::int32_t>(pos); }
-};
-
 // Keeps logits above `lowest`, and those equal to it up to position `last`.
 struct Cut {
   float lowest = -kMaxFloat;
   std::size_t last = kAll;
 };
 
-Row row_of(std::span<const float> logits, std::span<float, kBlock> tail) {
-  const std::size_t whole = logits.size() / kBlock * kBlock;
-  std::fill(tail.begin(), tail.end(), -kInf);
-  std::copy(logits.begin() + static_cast<std::ptrdiff_t>(whole), logits.end(), tail.begin());
-  return {logits.data(), tail.data(), logits.size()};
-}
+using Block = std::array<float, kBlock>;
+
+// Logits in blocks, and what truncation has kept of them so far. The last block is padded with minus
+// infinity and lies in `tail`; the block in which the cut falls lies in `edge`, without what is cut off.
+class Row {
+ public:
+  Row(std::span<const float> logits, Block& tail, Block& edge)
+      : x_(logits.data()), size_(logits.size()), tail_(&tail), edge_(&edge) {
+    tail.fill(-kInf);
+    const std::size_t whole = size_ / kBlock * kBlock;
+    std::copy(x_ + whole, x_ + size_, tail.begin());
+  }
+
+  std::size_t size() const { return size_; }
+  std::size_t n_blocks() const { return blocks_for(size_); }
+  const float* block(std::size_t b) const {
+    if (b == edge_block_) return edge_->data();
+    return b < size_ / kBlock ? x_ + b * kBlock : tail_->data();
+  }
+
+  const Cut& cut() const { return cut_; }
+  // The lowest logit kept in a block.
+  float lowest(std::size_t b) const { return b > edge_block_ ? above_ : cut_.lowest; }
+
+  void keep(Cut cut) {
+    cut_ = cut;
+    if (cut.last == kAll) {
+      edge_block_ = kAll;
+      return;
+    }
+    // A tie that the previous cut has taken from the same block stays out: it comes after this one too.
+    const std::size_t b = cut.last / kBlock;
+    if (b != edge_block_) {
+      edge_block_ = kAll;
+      std::copy_n(block(b), kBlock, edge_->begin());
+    }
+    for (std::size_t i = cut.last % kBlock + 1; i < kBlock; ++i) {
+      if ((*edge_)[i] == cut.lowest) (*edge_)[i] = -kInf;
+    }
+    edge_block_ = b;
+    above_ = std::nextafter(cut.lowest, kInf);
+  }
+
+ private:
+  const float* x_;
+  std::size_t size_;
+  Block* tail_;
+  Block* edge_;
+  Cut cut_;
+  float above_ = 0;
+  std::size_t edge_block_ = kAll;
+};
 
 float max_of_block(const float* x) {
   F4 a = load4(x), b = load4(x + 4);
@@ -63,6 +101,10 @@ float max_of_block(const float* x) {
   }
   a = max4(a, b);
   return std::max(std::max(a[0], a[1]), std::max(a[2], a[3]));
+}
+
+std::size_t index_of(float value, const float* x, std::size_t n) {
+  return static_cast<std::size_t>(std::find(x, x + n, value) - x);
 }
 
 // Fills out [n_blocks] and returns the largest.
@@ -90,24 +132,25 @@ class Weigher {
   // Below this the weight counts as 0.
   float least() const { return std::max(least_, -kMaxFloat); }
 
-  // Sum over a block, of logits that are at least `lowest`. Stores the weights in `out` unless it is null.
-  template <bool Store>
-  double block(const float* x, float lowest, float* out) const {
-    const F4 bound = splat(std::max(lowest, least()));
-    F4 sum[4] = {};
-    for (std::size_t i = 0; i < kBlock; i += 16) {
-      for (std::size_t j = 0; j < 4; ++j) {
-        const F4 w = (*this)(load4(x + i + 4 * j), bound);
-        if constexpr (Store) store4(out + i + 4 * j, w);
-        sum[j] += w;
-      }
-    }
-    return (sum_of(sum[0]) + sum_of(sum[1])) + (sum_of(sum[2]) + sum_of(sum[3]));
-  }
+  float operator()(float x) const { return (*this)(splat(x), splat(least()))[0]; }
 
  private:
   float max_, scale_, least_;
 };
+
+bool any_at_least(const float* x, float lowest) {  // x [16]
+  const F4 low = splat(lowest);
+  return any(((load4(x) >= low) | (load4(x + 4) >= low)) | ((load4(x + 8) >= low) | (load4(x + 12) >= low)));
+}
+
+bool any_between(const float* x, float least, float most) {  // x [16]
+  I4 found = {};
+  for (std::size_t i = 0; i < 16; i += 4) {
+    const F4 v = load4(x + i);
+    found |= (v >= splat(least)) & (v <= splat(most));
+  }
+  return any(found);
+}
 
 // Position of the first value that is NaN or infinite, or the size.
 std::size_t first_not_finite(std::span<const float> x) {
@@ -137,6 +180,13 @@ struct Binning {
     return __builtin_convertvector(min4(t, splat(kBins)), I4);
   }
   std::int32_t operator()(float x) const { return (*this)(splat(x))[0]; }
+
+  // An interval that holds the bin, with a bin to spare on both sides.
+  std::pair<float, float> around(std::int32_t bin) const {
+    if (scale == 0) return {-kMaxFloat, hi};
+    const float width = 1 / scale, f = static_cast<float>(bin);
+    return {bin < static_cast<std::int32_t>(kBins) ? hi - (f + 2) * width : -kMaxFloat, hi - (f - 1) * width};
+  }
 };
 
 struct Entry {
@@ -151,51 +201,55 @@ struct CutScratch {
   std::array<double, kBins + 1> mass;
 };
 
-// The first bin in which `above` plus the masses reaches the target; kBins + 1 if none. Adds the bins before
-// it to `above`.
+// The first bin in which `above` plus the masses reaches the target, or the number of bins. Adds the bins
+// before it to `above`.
 std::size_t crossing(std::span<const double> mass, double target, double& above) {
   std::size_t bin = 0;
   for (; bin < mass.size() && above + mass[bin] < target; ++bin) above += mass[bin];
   return bin;
 }
 
-// The same among a few entries: sorts them, or divides them further until they are few or all equal.
+// The cut among some entries, not none, by ascending position: divides them into bins until those in
+// which the target is crossed are few or all equal. Keeps all of them if rounding hides the crossing.
 Cut find_cut_among(std::span<Entry> entries, std::span<double> mass, double above, double target) {
-  const auto ascending = [](const Entry& a, const Entry& b) { return a.x < b.x; };
-  while (!entries.empty()) {
-    const auto [low, high] = std::minmax_element(entries.begin(), entries.end(), ascending);
+  const auto less = [](const Entry& a, const Entry& b) { return a.x < b.x; };
+  while (true) {
+    const auto [low, high] = std::minmax_element(entries.begin(), entries.end(), less);
+    const Cut all{low->x, kAll};
     const double lo = low->x, hi = high->x;
-    if (entries.size() <= kSortAtMost || lo == hi) break;
-    const double scale = (static_cast<double>(mass.size()) - 1) / (hi - lo);
-    const auto bin_of = [&](const Entry& e) { return static_cast<std::size_t>((hi - e.x) * scale); };
-    std::fill(mass.begin(), mass.end(), 0);
-    for (const Entry& e : entries) mass[bin_of(e)] += e.weight;
-    const std::size_t bin = crossing(mass, target, above);
-    if (bin == mass.size()) return {low->x, kAll};  // missed by rounding only
-    const auto end =
-        std::remove_if(entries.begin(), entries.end(), [&](const Entry& e) { return bin_of(e) != bin; });
-    entries = entries.first(static_cast<std::size_t>(end - entries.begin()));
+    if (lo < hi && entries.size() > kSortAtMost) {
+      const double scale = (static_cast<double>(mass.size()) - 1) / (hi - lo);
+      const auto bin_of = [&](const Entry& e) { return static_cast<std::size_t>((hi - e.x) * scale); };
+      std::fill(mass.begin(), mass.end(), 0);
+      for (const Entry& e : entries) mass[bin_of(e)] += e.weight;
+      const std::size_t bin = crossing(mass, target, above);
+      if (bin == mass.size()) return all;
+      const auto end =
+          std::remove_if(entries.begin(), entries.end(), [&](const Entry& e) { return bin_of(e) != bin; });
+      entries = entries.first(static_cast<std::size_t>(end - entries.begin()));
+      continue;
+    }
+    if (lo < hi) {
+      std::sort(entries.begin(), entries.end(),
+                [](const Entry& a, const Entry& b) { return a.x > b.x || (a.x == b.x && a.pos < b.pos); });
+    }
+    for (const Entry& e : entries) {
+      above += e.weight;
+      if (above >= target) return {e.x, e.pos};
+    }
+    return all;
   }
-  const auto before = [](const Entry& a, const Entry& b) {
-    return a.x > b.x || (a.x == b.x && a.pos < b.pos);
-  };
-  if (entries.size() <= kSortAtMost) std::sort(entries.begin(), entries.end(), before);
-  for (const Entry& e : entries) {
-    above += e.weight;
-    if (above >= target) return {e.x, e.pos};
-  }
-  return entries.empty() ? Cut{} : Cut{entries.back().x, kAll};
 }
 
 // Where a prefix of the row ends: at the k-th token (Weighted false, target k), or where the weights first
 // reach a fraction of their sum (Weighted true, target the fraction). `hi` is the largest logit. The cut is
 // expected at `lo` or above; without weights it must not be below. A histogram finds the bin in which the
-// target is crossed; only its tokens are looked at one by one. A target out of reach keeps everything.
+// target is crossed; only its tokens are looked at one by one. A target out of reach cuts nothing more.
 template <bool Weighted>
 Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float hi, double target,
              CutScratch& scratch) {
   if (!Weighted && lo == hi) {
-    for (std::size_t pos = 0; pos < row.size; ++pos) {
+    for (std::size_t pos = 0; pos < row.size(); ++pos) {
       if (row.block(pos / kBlock)[pos % kBlock] == hi && --target <= 0) return {hi, pos};
     }
   }
@@ -206,27 +260,22 @@ Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float h
   std::int32_t bins[16];
   float weights[16];
   for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-    if (!Weighted && block_max[b] < lo) continue;
+    const float lowest = Weighted ? std::max(row.lowest(b), weigh.least()) : lo;
+    if (block_max[b] < lowest) continue;
     F4 below = {};
     for (std::size_t i = 0; i < kBlock; i += 16) {
       const float* x = row.block(b) + i;
-      F4 w[4];
-      I4 counted = {};
-      for (std::size_t j = 0; j < 4; ++j) {
-        const F4 v = load4(x + 4 * j);
-        if constexpr (Weighted) {
-          w[j] = weigh(v, splat(weigh.least()));
-          store4(weights + 4 * j, w[j]);
+      if (!any_at_least(x, lowest)) continue;
+      if constexpr (Weighted) {
+        for (std::size_t j = 0; j < 16; j += 4) store4(weights + j, weigh(load4(x + j), splat(lowest)));
+        if (!any_at_least(x, lo)) {
+          for (std::size_t j = 0; j < 16; j += 4) below += load4(weights + j);
+          continue;
         }
-        store4(bins + 4 * j, bin_of(v));
-        counted |= v >= splat(lo);
       }
-      if (any(counted)) {
-        for (std::size_t j = 0; j < 16; ++j) {
-          mass[static_cast<std::size_t>(bins[j])] += Weighted ? static_cast<double>(weights[j]) : 1.0;
-        }
-      } else if constexpr (Weighted) {
-        below += (w[0] + w[1]) + (w[2] + w[3]);
+      for (std::size_t j = 0; j < 16; j += 4) store4(bins + j, bin_of(load4(x + j)));
+      for (std::size_t j = 0; j < 16; ++j) {
+        mass[static_cast<std::size_t>(bins[j])] += Weighted ? static_cast<double>(weights[j]) : 1.0;
       }
     }
     mass[kBins] += sum_of(below);
@@ -234,22 +283,22 @@ Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float h
   if constexpr (Weighted) target *= std::accumulate(mass.begin(), mass.end(), 0.0);
   double above = 0;
   const std::size_t bin = crossing(mass, target, above);
-  if (bin > kBins) return {};
+  if (bin > kBins) return row.cut();
 
   std::size_t m = 0;
   const auto wanted = static_cast<std::int32_t>(bin);
+  const auto [least, most] = bin_of.around(wanted);
   for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-    if (bin_of(block_max[b]) > wanted) continue;
+    const float lowest = row.lowest(b);
+    if (block_max[b] < lowest || bin_of(block_max[b]) > wanted) continue;
     for (std::size_t i = 0; i < kBlock; i += 16) {
       const float* x = row.block(b) + i;
-      I4 hit[4];
-      for (std::size_t j = 0; j < 4; ++j) {
-        const F4 v = load4(x + 4 * j);
-        hit[j] = (bin_of(v) == I4{wanted, wanted, wanted, wanted}) & (v >= splat(-kMaxFloat));
-        store4(bins + 4 * j, hit[j]);
-        if constexpr (Weighted) store4(weights + 4 * j, weigh(v, splat(weigh.least())));
+      if (!any_between(x, least, most)) continue;
+      for (std::size_t j = 0; j < 16; j += 4) {
+        const F4 v = load4(x + j);
+        store4(bins + j, (bin_of(v) == I4{wanted, wanted, wanted, wanted}) & (v >= splat(lowest)));
+        if constexpr (Weighted) store4(weights + j, weigh(v, splat(weigh.least())));
       }
-      if (!any((hit[0] | hit[1]) | (hit[2] | hit[3]))) continue;
       for (std::size_t j = 0; j < 16; ++j) {
         const auto pos = static_cast<std::uint32_t>(b * kBlock + i + j);
         scratch.entries[m] = {x[j], pos, Weighted ? weights[j] : 1.0f};
@@ -257,7 +306,9 @@ Cut find_cut(const Row& row, std::span<const float> block_max, float lo, float h
       }
     }
   }
-  return find_cut_among(std::span(scratch.entries).first(m), mass, above, target);
+  if (m == 0) return row.cut();
+  const Cut cut = find_cut_among(std::span(scratch.entries).first(m), mass, above, target);
+  return cut.lowest == row.cut().lowest && cut.last > row.cut().last ? row.cut() : cut;
 }
 
 // The smallest float that is not below v, within the finite floats.
@@ -325,28 +376,32 @@ void check(const SamplerParams& p, std::int32_t n_vocab) {
 // The largest logit, for the functions that accept minus infinity.
 float checked_max(std::span<const float> logits) {
   if (logits.empty()) throw InvalidArgument("logits are empty; expected one per token of the vocabulary");
-  float largest = -kInf;
   for (std::size_t i = first_not_finite(logits); i < logits.size(); ++i) {
     if (std::isnan(logits[i]) || logits[i] == kInf) {
       not_finite(logits[i], i, "a finite number or minus infinity");
     }
   }
-  std::array<float, kBlock> tail;
-  const Row row = row_of(logits, tail);
+  Block tail, edge;
+  const Row row(logits, tail, edge);
+  float largest = -kInf;
   for (std::size_t b = 0; b < row.n_blocks(); ++b) largest = std::max(largest, max_of_block(row.block(b)));
   if (largest == -kInf) throw NumericError("every logit is minus infinity; expected at least one finite");
   return largest;
 }
 
-// ln of the sum of exp(logits). The terms are floats (2e-7), their sum is a double.
-double log_sum_exp(std::span<const float> logits, float max) {
-  std::array<float, kBlock> tail;
-  const Row row = row_of(logits, tail);
+// ln of the sum of exp(logits - max). Sums of sixteen terms are floats, the rest is double.
+double log_of_sum(std::span<const float> logits, float max) {
+  Block tail, edge;
+  const Row row(logits, tail, edge);
   const Weigher weigh(max, 1);
   double sum = 0;
-  for (std::size_t b = 0; b < row.n_blocks(); ++b)
-    sum += weigh.block<false>(row.block(b), -kMaxFloat, nullptr);
-  return static_cast<double>(max) + std::log(sum);
+  for (std::size_t b = 0; b < row.n_blocks(); ++b) {
+    const float* x = row.block(b);
+    F4 part[4] = {};
+    for (std::size_t i = 0; i < kBlock; i += 4) part[i / 4 % 4] += weigh(load4(x + i), splat(weigh.least()));
+    for (const F4& p : part) sum += sum_of(p);
+  }
+  return std::log(sum);
 }
 
 }  // namespace
@@ -354,7 +409,7 @@ double log_sum_exp(std::span<const float> logits, float max) {
 struct Sampler::Impl {
   SamplerParams params;
   std::size_t n_vocab;
-  bool penalize;    // a penalty is on and its window holds something
+  bool penalize;    // a penalty is on and its window is not 0
   float inv_t = 0;  // 1 / temperature
   double log_min_p = 0;
   Rng rng;
@@ -364,14 +419,11 @@ struct Sampler::Impl {
   std::size_t window_next = 0;
   std::vector<std::int32_t> counts;  // [n_vocab] occurrences in the window
 
-  std::array<float, kBlock> tail{};
-  std::array<float, kBlock> edge{};    // the block in which a cut falls
-  std::vector<float> block_max;        // [n_blocks]
-  std::vector<float> block_order;      // [n_blocks]
-  std::vector<double> block_sum;       // [n_blocks]
-  std::vector<float> adjusted;         // [n_blocks * kBlock] logits with bias and penalties
-  std::vector<float> list;             // [n_blocks * kBlock] logits that top-k keeps, in id order
-  std::vector<std::int32_t> list_ids;  // [n_blocks * kBlock]
+  Block tail, edge;                // of the row
+  std::vector<float> adjusted;     // [n_vocab] logits with bias and penalties
+  std::vector<float> block_max;    // [n_blocks]
+  std::vector<float> block_order;  // [n_blocks] the same, for selection
+  std::vector<double> block_cum;   // [n_blocks] running sum of the bounds that the draw uses
   CutScratch cut_scratch;
 
   Impl(std::int32_t n, SamplerParams p) : params(std::move(p)), rng(params.seed) {
@@ -385,21 +437,17 @@ struct Sampler::Impl {
     }
     if (params.min_p > 0) log_min_p = log_positive(params.min_p);
 
-    const std::size_t n_blocks = blocks_for(n_vocab), padded = n_blocks * kBlock;
+    const std::size_t n_blocks = blocks_for(n_vocab);
     block_max.resize(n_blocks);
     block_order.resize(n_blocks);
-    block_sum.resize(n_blocks);
+    block_cum.resize(n_blocks);
     if (penalize) {
       window.resize(static_cast<std::size_t>(params.penalty_window));
       counts.resize(n_vocab);
     }
-    if (penalize || !params.logit_bias.empty()) adjusted.resize(padded, -kInf);
-    if (params.temperature > 0) {
-      if (top_k_on()) {
-        list.resize(padded);
-        list_ids.resize(padded);
-      }
-      if (top_k_on() || params.top_p < 1) cut_scratch.entries.resize(padded);
+    if (penalize || !params.logit_bias.empty()) adjusted.resize(n_vocab);
+    if (params.temperature > 0 && (top_k_on() || params.top_p < 1)) {
+      cut_scratch.entries.resize(n_blocks * kBlock);
     }
   }
 
@@ -418,15 +466,13 @@ struct Sampler::Impl {
   }
 
   // The logits with bias and penalties.
-  Row adjust(std::span<const float> logits) {
-    if (params.logit_bias.empty() && window_used == 0) return row_of(logits, tail);
+  std::span<const float> adjust(std::span<const float> logits) {
+    if (params.logit_bias.empty() && window_used == 0) return logits;
     std::copy(logits.begin(), logits.end(), adjusted.begin());
-    const auto saturate = [](double v) {
-      return static_cast<float>(std::clamp<double>(v, -kMaxFloat, kMaxFloat));
-    };
+    const auto saturate = [](double v) { return std::clamp<double>(v, -kMaxFloat, kMaxFloat); };
     for (const auto& [id, bias] : params.logit_bias) {
       float& x = adjusted[static_cast<std::size_t>(id)];
-      x = bias == -kInf || x == -kInf ? -kInf : saturate(x + bias);
+      x = bias == -kInf || x == -kInf ? -kInf : static_cast<float>(saturate(x + bias));
     }
     // Each distinct token once: its count is negated while the loop has still to meet it again.
     for (std::size_t i = 0; i < window_used; ++i) {
@@ -437,27 +483,28 @@ struct Sampler::Impl {
       float& x = adjusted[id];
       if (x == -kInf) continue;
       double v = x;
-      v = v > 0 ? v / params.repetition_penalty : v * params.repetition_penalty;
-      x = saturate(v - params.presence_penalty - count * params.frequency_penalty);
+      v = saturate(v > 0 ? v / params.repetition_penalty : v * params.repetition_penalty);
+      v = saturate(v - params.presence_penalty);
+      x = static_cast<float>(saturate(v - count * params.frequency_penalty));
     }
     for (std::size_t i = 0; i < window_used; ++i) {
       std::int32_t& count = counts[static_cast<std::size_t>(window[i])];
       count = std::abs(count);
     }
-    return {adjusted.data(), adjusted.data() + n_vocab / kBlock * kBlock, n_vocab};
+    return adjusted;
   }
 
-  // The k largest logits of the row, in id order.
-  Row keep_top_k(const Row& row, float max) {
+  // Where top-k cuts the row.
+  Cut top_k_cut(const Row& row, float max) {
     const auto k = static_cast<std::size_t>(params.top_k);
     const std::size_t n_blocks = row.n_blocks();
-    float lo = kMaxFloat;
+    float lo = -kMaxFloat;
     if (k <= n_blocks) {
       // k blocks hold a logit of at least the k-th largest block maximum.
       std::copy(block_max.begin(), block_max.end(), block_order.begin());
       const auto kth = block_order.begin() + static_cast<std::ptrdiff_t>(k - 1);
       std::nth_element(block_order.begin(), kth, block_order.end(), std::greater<>());
-      lo = std::max(*kth, -kMaxFloat);
+      lo = std::max(*kth, lo);
     } else {
       F4 least = splat(kMaxFloat);  // of the finite ones
       for (std::size_t b = 0; b < n_blocks; ++b) {
@@ -468,77 +515,42 @@ struct Sampler::Impl {
       }
       lo = std::min(std::min(least[0], least[1]), std::min(least[2], least[3]));
     }
-    const Cut cut = find_cut<false>(row, block_max, lo, max, static_cast<double>(k), cut_scratch);
-
-    std::size_t m = 0;
-    for (std::size_t b = 0; b < n_blocks; ++b) {
-      if (block_max[b] < cut.lowest) continue;
-      const float* x = row.block(b);
-      for (std::size_t i = 0; i < kBlock; ++i) {
-        const std::size_t pos = b * kBlock + i;
-        list[m] = x[i];
-        list_ids[m] = static_cast<std::int32_t>(pos);
-        m += x[i] > cut.lowest || (x[i] == cut.lowest && pos <= cut.last);
-      }
-    }
-    const Row kept{list.data(), list.data() + m / kBlock * kBlock, m, list_ids.data()};
-    std::fill(list.begin() + static_cast<std::ptrdiff_t>(m),
-              list.begin() + static_cast<std::ptrdiff_t>(kept.n_blocks() * kBlock), -kInf);
-    block_maxima(kept, block_max);
-    return kept;
+    return find_cut<false>(row, block_max, lo, max, static_cast<double>(k), cut_scratch);
   }
 
   // Where top-p cuts the row. Tokens that each have less than (1 - p) / size of the largest weight do not
   // have 1 - p of the sum together, so the cut lies above them.
-  Cut nucleus(const Row& row, float max) {
-    const double floor = log_positive((1 - params.top_p) / static_cast<double>(row.size)) - 1e-3;
+  Cut top_p_cut(const Row& row, float max) {
+    const double floor = log_positive((1 - params.top_p) / static_cast<double>(row.size())) - 1e-3;
     const float lo = std::max(std::nextafter(float_not_below(max + floor), -kInf), -kMaxFloat);
     return find_cut<true>(row, block_max, lo, max, params.top_p, cut_scratch);
   }
 
-  // Draws among the tokens that the cut keeps; they are visited by ascending id.
-  std::int32_t draw(const Row& row, Cut cut, float max) {
-    const std::size_t edge_block = cut.last / kBlock;
-    const float above = std::nextafter(cut.lowest, kInf);
+  // Draws among the tokens that are kept, by rejection (von Neumann 1951). A block is proposed in proportion
+  // to its largest weight, and one of its kBlock places evenly; that is accepted with its weight over the
+  // largest one, and never if it is not kept. So a token is returned in proportion to its weight. A block
+  // that is proposed holds a token of its largest weight, so fewer than kBlock proposals are expected.
+  std::int32_t draw(const Row& row, float max) {
     const Weigher weigh(max, inv_t);
-    const auto weigh_block = [&](std::size_t b, float* out) {
-      if (block_max[b] < cut.lowest) return 0.0;
-      const float* x = row.block(b);
-      if (b == edge_block) {
-        std::copy(x, x + kBlock, edge.begin());
-        for (std::size_t i = cut.last % kBlock + 1; i < kBlock; ++i) {
-          if (edge[i] == cut.lowest) edge[i] = -kInf;
-        }
-        x = edge.data();
-      }
-      const float lowest = b > edge_block ? above : cut.lowest;
-      return out ? weigh.block<true>(x, lowest, out) : weigh.block<false>(x, lowest, out);
-    };
-
     double total = 0;
     for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-      block_sum[b] = weigh_block(b, nullptr);
-      total += block_sum[b];
+      if (block_max[b] >= row.lowest(b)) total += static_cast<double>(weigh(block_max[b]));
+      block_cum[b] = total;
     }
-    double left = rng.uniform() * total;
-    std::size_t chosen = 0;
-    for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-      if (block_sum[b] == 0) continue;
-      chosen = b;
-      if (left < block_sum[b]) break;
-      left -= block_sum[b];
+    while (true) {
+      const auto found = std::upper_bound(block_cum.begin(), block_cum.end(), rng.uniform() * total);
+      if (found == block_cum.end()) continue;  // the product was rounded up to the total
+      const auto b = static_cast<std::size_t>(found - block_cum.begin());
+      static_assert(kBlock == 256);
+      const std::uint64_t bits = rng.next();
+      const std::size_t i = bits >> 56;
+      const double u = static_cast<double>(bits & ((std::uint64_t{1} << 53) - 1)) * 0x1p-53;
+      const float x = row.block(b)[i];
+      if (x < row.lowest(b)) continue;
+      if (u * static_cast<double>(weigh(block_max[b])) < static_cast<double>(weigh(x))) {
+        return static_cast<std::int32_t>(b * kBlock + i);
+      }
     }
-    std::array<float, kBlock> w;
-    weigh_block(chosen, w.data());
-    // The sum of a block is rounded differently from this one: the last token takes the difference.
-    std::size_t pos = 0;
-    for (std::size_t i = 0; i < kBlock; ++i) {
-      if (w[i] == 0) continue;
-      pos = i;
-      if (left < static_cast<double>(w[i])) break;
-      left -= static_cast<double>(w[i]);
-    }
-    return row.id(chosen * kBlock + pos);
   }
 
   std::int32_t sample(std::span<const float> logits) {
@@ -549,24 +561,20 @@ struct Sampler::Impl {
     const std::size_t bad = first_not_finite(logits);
     if (bad < n_vocab) not_finite(logits[bad], bad, "a finite number; the model's output is unusable");
 
-    Row row = adjust(logits);
+    Row row(adjust(logits), tail, edge);
     const float max = block_maxima(row, block_max);
     std::int32_t token = 0;
     if (params.temperature == 0) {
-      const auto b =
-          static_cast<std::size_t>(std::find(block_max.begin(), block_max.end(), max) - block_max.begin());
-      const float* x = row.block(b);
-      token = static_cast<std::int32_t>(b * kBlock) +
-              static_cast<std::int32_t>(std::find(x, x + kBlock, max) - x);
+      const std::size_t b = index_of(max, block_max.data(), block_max.size());
+      token = static_cast<std::int32_t>(b * kBlock + index_of(max, row.block(b), kBlock));
     } else {
-      if (top_k_on()) row = keep_top_k(row, max);
-      Cut cut;
-      if (params.top_p < 1) cut = nucleus(row, max);
+      if (top_k_on()) row.keep(top_k_cut(row, max));
+      if (params.top_p < 1) row.keep(top_p_cut(row, max));
       if (params.min_p > 0) {
         const float lowest = float_not_below(max + log_min_p);
-        if (lowest > cut.lowest) cut = {lowest, kAll};
+        if (lowest > row.cut().lowest) row.keep({lowest, kAll});
       }
-      token = draw(row, cut, max);
+      token = draw(row, max);
     }
     push(token);
     return token;
@@ -607,7 +615,7 @@ const SamplerParams& Sampler::params() const noexcept { return impl_->params; }
 
 std::int32_t argmax(std::span<const float> logits) {
   const float max = checked_max(logits);
-  return static_cast<std::int32_t>(std::find(logits.begin(), logits.end(), max) - logits.begin());
+  return static_cast<std::int32_t>(index_of(max, logits.data(), logits.size()));
 }
 
 float log_probability(std::span<const float> logits, std::int32_t id) {
@@ -616,14 +624,15 @@ float log_probability(std::span<const float> logits, std::int32_t id) {
     throw InvalidArgument("token id is " + std::to_string(id) + "; expected 0 to " +
                           std::to_string(logits.size() - 1));
   }
-  return static_cast<float>(logits[static_cast<std::size_t>(id)] - log_sum_exp(logits, max));
+  const double x = logits[static_cast<std::size_t>(id)];
+  return static_cast<float>(x - max - log_of_sum(logits, max));
 }
 
 std::vector<LogProb> top_log_probabilities(std::span<const float> logits, std::int32_t k) {
   const float max = checked_max(logits);
   if (k < 0) out_of_range("k", k, "at least 0");
   const std::size_t n = std::min(static_cast<std::size_t>(k), logits.size());
-  const double lse = log_sum_exp(logits, max);
+  const double lse = log_of_sum(logits, max);
   std::vector<LogProb> best;
   best.reserve(n);
   // A heap of the best so far, the worst of them on top; most tokens fail its comparison.
@@ -640,7 +649,7 @@ std::vector<LogProb> top_log_probabilities(std::span<const float> logits, std::i
     std::push_heap(best.begin(), best.end(), better);
   }
   std::sort_heap(best.begin(), best.end(), better);
-  for (LogProb& p : best) p.logprob = static_cast<float>(p.logprob - lse);
+  for (LogProb& p : best) p.logprob = static_cast<float>(static_cast<double>(p.logprob) - max - lse);
   return best;
 }
 

@@ -18,6 +18,9 @@ namespace {
 constexpr std::uint64_t min_entry_bytes = 8 + 1 + 4 + 1;
 constexpr std::uint64_t min_info_bytes = 8 + 1 + 4 + 8 + 4 + 8;
 
+// Lists start no larger than this, whatever a count claims, and grow with what is really there.
+constexpr std::uint64_t max_reserve = 1024;
+
 std::optional<std::uint64_t> product(std::uint64_t a, std::uint64_t b) {
   if (b != 0 && a > std::numeric_limits<std::uint64_t>::max() / b) return std::nullopt;
   return a * b;
@@ -43,9 +46,7 @@ std::string guess_content(std::span<const std::byte> bytes) {
       {"\x80\2", "a Python pickle (an old PyTorch checkpoint): convert it to GGUF"},
       {"\x1f\x8b", "gzip data: decompress it"},
       {"\x28\xb5\x2f\xfd", "zstd data: decompress it"},
-      {"\xfd"
-       "7zXZ",
-       "xz data: decompress it"},
+      {"\3757zXZ", "xz data: decompress it"},
       {"lmgg", "a GGML file, the unversioned format before GGUF: convert the model to GGUF"},
       {"fmgg", "a GGMF file, a format before GGUF: convert the model to GGUF"},
       {"tjgg", "a GGJT file, a format before GGUF: convert the model to GGUF"},
@@ -191,7 +192,7 @@ class Parser {
   }
 
   void read_metadata() {
-    parsed_.metadata.reserve(static_cast<std::size_t>(n_keys_));
+    parsed_.metadata.reserve(static_cast<std::size_t>(std::min(n_keys_, max_reserve)));
     for (std::uint64_t i = 0; i < n_keys_; ++i) {
       start(Item::Key, i);
       const std::string_view key = read_name();
@@ -279,7 +280,7 @@ class Parser {
   void read_tensor_infos() {
     start(Item::Header, 0);
     check_count("tensors", n_tensors_, min_info_bytes, max_tensors);
-    parsed_.tensors.reserve(static_cast<std::size_t>(n_tensors_));
+    parsed_.tensors.reserve(static_cast<std::size_t>(std::min(n_tensors_, max_reserve)));
     for (std::uint64_t i = 0; i < n_tensors_; ++i) {
       start(Item::Tensor, i);
       parsed_.tensors.push_back(read_tensor_info());

@@ -6,7 +6,6 @@ the like) are not there.
 
 from __future__ import annotations
 
-import html
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.filters import FILTERS as STOCK_FILTERS
 from jinja2.runtime import Context
 from jinja2.tests import TESTS as STOCK_TESTS
+from markupsafe import escape
 
 from ringlm._provenance import METHODS, carry, is_marked, mark, mark_data, plain, plain_data, to_json
 
@@ -32,22 +32,27 @@ class Stopped(JinjaError):
     """The time limit or the budget is used up."""
 
 
-def text_of(value: Any) -> str:
+def text_of(env: Sandbox, value: Any) -> str:
     """``str(value)``, in which what Python quotes stays readable and marked."""
     if isinstance(value, str):
         return value
-    shown = str(value)
     if isinstance(value, (list, tuple, dict)):
-        flat = str(plain_data(value))
+        env.measure(value)
+        shown, flat = str(value), str(plain_data(value))
         return shown if shown == flat else mark(flat)
-    return shown
+    if value is None or isinstance(value, (int, float, complex, range, Undefined)):
+        return str(value)
+    return f"<{type(value).__name__}>"
 
 
-def compare(op: str, left: Any, right: Any) -> bool:
-    if op in ("in", "notin"):
-        return _contains(right, left) is (op == "in")
+def compare(env: Sandbox, op: str, left: Any, right: Any) -> bool:
     if isinstance(left, str) and isinstance(right, str):
         left, right = plain(left), plain(right)
+    else:
+        env.measure(left)
+        env.measure(right)
+    if op in ("in", "notin"):
+        return _contains(right, left) is (op == "in")
     return bool(_OPERATORS[op](left, right))
 
 
@@ -89,7 +94,7 @@ def _comparison(op: str) -> Callable[[Sandbox, Any, Any], bool]:
 
 
 def _is_cased(name: str) -> Callable[[Sandbox, Any], bool]:
-    return _own(lambda env, value: getattr(plain(text_of(value)), name)())
+    return _own(lambda env, value: getattr(plain(text_of(env, value)), name)())
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +125,7 @@ def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
 def _by_method(name: str) -> Callable[..., Any]:
     @_own
     def filtered(env: Sandbox, value: Any, *args: Any) -> Any:
-        return env._method(text_of(value), name)(*args)
+        return env._method(text_of(env, value), name)(*args)
 
     return filtered
 
@@ -134,6 +139,7 @@ def _on_plain(name: str) -> Callable[..., Any]:
     def filtered(env: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, int) and abs(a) > WIDTH for a in (*args, *kwargs.values())):
             raise Stopped(f"a number given to the filter {name!r} is larger than {WIDTH}")
+        env.measure(value)
         marked = isinstance(value, str) and is_marked(value)
         result = stock(
             *((env,) if wants == "environment" else ()), plain(value) if marked else value, *args, **kwargs
@@ -145,26 +151,30 @@ def _on_plain(name: str) -> Callable[..., Any]:
 
 @_own
 def _title(env: Sandbox, value: Any) -> str:
-    text = text_of(value)
+    text = text_of(env, value)
     return carry(text, STOCK_FILTERS["title"](plain(text)))
 
 
 @_own
 def _replace(env: Sandbox, value: Any, old: Any, new: Any, count: int | None = None) -> Any:
-    return env._method(text_of(value), "replace")(text_of(old), text_of(new), -1 if count is None else count)
+    return env._method(text_of(env, value), "replace")(
+        text_of(env, old), text_of(env, new), -1 if count is None else count
+    )
 
 
 @_own
 def _trim(env: Sandbox, value: Any, chars: str | None = None) -> Any:
-    return env._method(text_of(value), "strip")(chars)
+    return env._method(text_of(env, value), "strip")(chars)
 
 
 @_own
 def _join(env: Sandbox, value: Any, d: Any = "", attribute: Any = None) -> Any:
-    items = [
-        text_of(item if attribute is None else _attribute(env, item, attribute)) for item in env.each(value)
-    ]
-    return env._method(text_of(d), "join")(items)
+    items = (
+        env.each(value)
+        if attribute is None
+        else (_attribute(env, item, attribute) for item in env.each(value))
+    )
+    return env._method(text_of(env, d), "join")([text_of(env, item) for item in items])
 
 
 def _attribute(env: Sandbox, item: Any, attribute: Any) -> Any:
@@ -176,7 +186,7 @@ def _attribute(env: Sandbox, item: Any, attribute: Any) -> Any:
 @_own
 def _indent(env: Sandbox, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     space = width if isinstance(width, str) else " " * min(width, WIDTH)
-    lines = METHODS["splitlines"](text_of(value) + "\n")
+    lines = METHODS["splitlines"](text_of(env, value) + "\n")
     env.pay(len(lines) * (len(space) + 1))
     kept = [
         line if i == 0 and not first else space + line if line or blank else line
@@ -210,6 +220,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as Hugging Face templates expect it: no HTML escapes, no ASCII escapes unless asked for."""
+    env.measure(value)
     env.pay(sum(len(space) for space in (separators or ()) if isinstance(space, str)))
     if isinstance(indent, int):
         indent = min(indent, 64)
@@ -226,15 +237,67 @@ def _sum(env: Sandbox, values: Any, attribute: Any = None, start: Any = 0) -> An
     return start
 
 
+def _key(env: Sandbox, case_sensitive: bool, attribute: Any = None) -> Callable[[Any], Any]:
+    """What items are ordered by."""
+
+    def one(item: Any, part: Any) -> Any:
+        item = item if part is None else _attribute(env, item, part)
+        env.measure(item)
+        return item if not isinstance(item, str) else plain(item) if case_sensitive else plain(item).lower()
+
+    parts = attribute.split(",") if isinstance(attribute, str) else [attribute]
+    return lambda item: one(item, parts[0]) if len(parts) == 1 else [one(item, part) for part in parts]
+
+
+@_own
+def _sort(
+    env: Sandbox, value: Any, reverse: bool = False, case_sensitive: bool = False, attribute: Any = None
+) -> list[Any]:
+    return sorted(env.each(value), key=_key(env, case_sensitive, attribute), reverse=reverse)
+
+
+@_own
+def _unique(env: Sandbox, value: Any, case_sensitive: bool = False, attribute: Any = None) -> list[Any]:
+    key = _key(env, case_sensitive, attribute)
+    first: dict[Any, Any] = {}
+    for item in env.each(value):
+        first.setdefault(key(item), item)
+    return list(first.values())
+
+
+def _extreme(choose: Callable[..., Any]) -> Callable[..., Any]:
+    @_own
+    def filtered(env: Sandbox, value: Any, case_sensitive: bool = False, attribute: Any = None) -> Any:
+        items = list(env.each(value))
+        return choose(items, key=_key(env, case_sensitive, attribute)) if items else env.undefined("no items")
+
+    return filtered
+
+
+@_own
+def _dictsort(
+    env: Sandbox, value: Any, case_sensitive: bool = False, by: str = "key", reverse: bool = False
+) -> list[Any]:
+    key = _key(env, case_sensitive)
+    return sorted(value.items(), key=lambda item: key(item[0 if by == "key" else 1]), reverse=reverse)
+
+
+@_own
+def _groupby(env: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
+    items = list(env.each(value))
+    env.measure(items)
+    return STOCK_FILTERS["groupby"](env, items, *args, **kwargs)
+
+
 @_own
 def _format(env: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return env.binary("%", text_of(value), kwargs or args)
+    return env.binary("%", text_of(env, value), kwargs or args)
 
 
 @_own
 def _escape(env: Sandbox, value: Any) -> str:
-    text = text_of(value)
-    return "".join(mark(html.escape(plain(c))) if is_marked(c) else html.escape(c) for c in text)
+    text = text_of(env, value)
+    return "".join(mark(str(escape(plain(c)))) if is_marked(c) else str(escape(c)) for c in text)
 
 
 @_own
@@ -251,7 +314,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
         name: _on_plain(name)
         for name in ("center", "truncate", "wordwrap", "wordcount", "urlencode", "batch", "slice")
     },
-    **{name: _own(lambda env, value: text_of(value)) for name in ("string", "safe")},
+    **{name: _own(lambda env, value: text_of(env, value)) for name in ("string", "safe")},
     **{name: _escape for name in ("e", "escape", "forceescape")},
     "title": _title,
     "replace": _replace,
@@ -262,27 +325,19 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
     "float": _float,
     "tojson": _tojson,
     "sum": _sum,
+    "sort": _sort,
+    "unique": _unique,
+    "min": _extreme(min),
+    "max": _extreme(max),
+    "dictsort": _dictsort,
+    "groupby": _groupby,
     "format": _format,
     "attr": _attr,
 }
 _STOCK_FILTERS = (
-    *(
-        "abs",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "groupby",
-        "items",
-        "last",
-        "length",
-        "list",
-        "map",
-    ),
-    *("max", "min", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "unique"),
+    *("abs", "count", "d", "default", "first", "items", "last", "length", "list", "map"),
+    *("reject", "rejectattr", "reverse", "round", "select", "selectattr"),
 )
-
 FILTERS: dict[str, Callable[..., Any]] = {
     **{name: _metered(STOCK_FILTERS[name]) for name in _STOCK_FILTERS},
     **{name: _metered(function) for name, function in _OWN_FILTERS.items()},

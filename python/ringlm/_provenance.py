@@ -158,7 +158,7 @@ def _escape(text: str, ensure_ascii: bool) -> str:
 
     text = re.sub(_TO_ESCAPE_ASCII if ensure_ascii else _TO_ESCAPE, one, text)
     if ensure_ascii:
-        text = re.sub("[\x80-\U0003ffff\U000e0000-\U0010ffff]", lambda c: json.dumps(c[0])[1:-1], text)
+        text = re.sub("[\x7f-\U0003ffff\U000e0000-\U0010ffff]", lambda c: json.dumps(c[0])[1:-1], text)
     return text
 
 
@@ -241,7 +241,9 @@ def _cased(name: str) -> Callable[[str], str]:
         whole = change(plain(text))
         if len(whole) == len(text):
             return carry(text, whole)
-        return "".join(mark(change(plain(text[a:b]))) if m else change(text[a:b]) for a, b, m in runs(text))
+        parts = (mark(change(plain(text[a:b]))) if m else change(text[a:b]) for a, b, m in runs(text))
+        split = "".join(parts)
+        return split if plain(split) == whole else mark(whole)
 
     return method
 

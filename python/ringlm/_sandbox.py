@@ -80,6 +80,12 @@ class _Instrument(NodeTransformer):
         self.generic_visit(node)
         return self._call("concatenate", node.nodes, node)
 
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = self._call("hashed", [node.key], node)
+        return node
+
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         return self._call("made", [node], node) if isinstance(node.arg, nodes.Slice) else node
@@ -154,6 +160,26 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if time.monotonic() > meter.deadline:
             raise Stopped(f"the template ran for more than {meter.limit:g} s")
 
+    def measure(self, value: Any) -> None:
+        """Pays for every element inside, as often as comparing, hashing or printing would look at it.
+
+        Lists that hold a shorter list twice, which does so again, have exponentially many.
+        """
+        if not isinstance(value, (list, tuple, dict)):
+            return
+        inner = [value]
+        while inner:
+            container = inner.pop()
+            self.pay(len(container) + 1)
+            items = container.values() if isinstance(container, dict) else container
+            inner += [item for item in items if isinstance(item, (list, tuple, dict))]
+            if isinstance(container, dict):
+                inner += [key for key in container if isinstance(key, tuple)]
+
+    def hashed(self, key: Any) -> Any:
+        self.measure(key)
+        return key
+
     def made(self, value: Any) -> Any:
         self.pay(len(value) if isinstance(value, (str, list, tuple, dict, set, bytes)) else 1)
         return value
@@ -166,13 +192,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def compare(self, left: Any, *rest: Any) -> bool:
         for op, right in zip(rest[::2], rest[1::2], strict=True):
             self.pay(1)
-            if not compare(op, left, right):
+            if not compare(self, op, left, right):
                 return False
             left = right
         return True
 
     def concatenate(self, *values: Any) -> str:
-        return self.concat(map(text_of, values))
+        return self.concat(text_of(self, value) for value in values)
 
     def concat(self, parts: Iterable[str]) -> str:
         """Joins the pieces of a template, a macro or a block."""
@@ -183,12 +209,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def finish(self, value: Any) -> str:
-        text = text_of(value)
+        text = text_of(self, value)
         self.pay(len(text))
         return text
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(obj, "__self__", None) is self:  # put there by _Instrument
+            return obj(*args)  # jinja2 adds its own keywords inside loops
         self.pay(1)
+        self.measure([*args, *kwargs.values()])
         return self.made(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -198,9 +227,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.pay(1)
         if operator == "%" and isinstance(left, str):
             _check_fields(_PERCENT_WIDE, left)
+            self.measure(right)
+            if isinstance(right, Mapping):
+                return self.made(left % right)
             values = right if isinstance(right, tuple) else (right,)
-            shown = tuple(text_of(v) if isinstance(v, (list, tuple, dict)) else v for v in values)
-            return self.made(left % (right if isinstance(right, Mapping) else shown))
+            return self.made(left % tuple(_shown(self, value) for value in values))
         if operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, (str, list, tuple)) and isinstance(times, int):
@@ -221,6 +252,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            self.measure(argument)
         if isinstance(argument, str):
             if isinstance(obj, (str, int, float, complex, bytes)):
                 return self.getattr(obj, argument)
@@ -231,7 +264,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _method(self, text: str, name: str) -> Any:
         if name == "format":
             _check_fields(_BRACE_WIDE, text)
-            return super().getattr(text, name)
+            fill = super().getattr(text, name)
+            return lambda *args, **kwargs: fill(
+                *(_shown(self, arg) for arg in args),
+                **{key: _shown(self, kwargs[key]) for key in kwargs},
+            )
         method = METHODS.get(name)
         if method is None:
             return self.undefined(obj=text, name=name)
@@ -254,13 +291,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.pay(len(text) // 64)
 
 
+def _shown(env: Sandbox, value: Any) -> Any:
+    """Numbers as they are, so that a format applies to them; anything else as its text."""
+    return value if isinstance(value, (int, float)) else text_of(env, value)
+
+
 def _check_fields(wide: re.Pattern[str], text: str) -> None:
     if wide.search(plain(text)):
         raise Stopped(f"the template pads text to {WIDTH} characters or more, or to a computed width")
 
 
 def _raise_exception(message: Any) -> None:
-    raise Refused(plain(text_of(message)))
+    raise Refused(plain(str(message)))
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -29,11 +29,11 @@ class ByteLevelBPE:
     control characters): a vocabulary's unknown token may be a control token, which text never becomes.
     """
 
-    def __init__(self, vocab: Vocab, rules: PreTokenizer) -> None:
+    def __init__(self, vocab: Vocab, ids: dict[str, int], rules: PreTokenizer) -> None:
         self._vocab = vocab
         self._bytes = byte_characters()
         self._user_defined = TokenMatcher({vocab.tokens[i]: i for i in vocab.of_type(TokenType.USER_DEFINED)})
-        self._tokenizer = _build(vocab, rules)
+        self._tokenizer = _build(vocab, ids, rules)
 
     def encode(self, text: str) -> list[int]:
         """Ids of one run of text between control tokens."""
@@ -53,23 +53,23 @@ class ByteLevelBPE:
         return b"".join([self._bytes.get(c) or c.encode("utf-8", "surrogateescape") for c in text])
 
 
-def _build(vocab: Vocab, rules: PreTokenizer) -> tokenizers.Tokenizer:
+def _build(vocab: Vocab, ids: dict[str, int], rules: PreTokenizer) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, models, normalizers
 
-    tokens = vocab.tokens
     # Merges (or a whole word, with ignore_merges) must never give a control token: take them all out.
-    hidden = {tokens[i] for i in vocab.of_type(TokenType.UNKNOWN, TokenType.CONTROL)}
-    kept = vocab.of_type(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.BYTE)
-    ids = {tokens[i]: i for i in kept}
-    if LONE_SURROGATE.search("".join(ids)):  # bytes that no text contains
-        ids = {text: i for text, i in ids.items() if not LONE_SURROGATE.search(text)}
-    hidden -= ids.keys()
+    ids, hidden = dict(ids), set()
+    for i in vocab.of_type(TokenType.UNKNOWN, TokenType.CONTROL):
+        text = vocab.tokens[i]
+        if ids.get(text) == i:
+            del ids[text]
+            hidden.add(text)
+    options = {"ignore_merges": rules.ignore_merges}
     try:
         pairs = [tuple(line.split(" ")) for line in vocab.merges]
-        model = models.BPE(vocab=ids, merges=pairs, ignore_merges=rules.ignore_merges)  # type: ignore[arg-type]
-    except Exception:  # tokenizers raises no narrower type; a merge is wrong or touches a hidden token
-        merges = _checked_merges(vocab.merges, ids, hidden)
-        model = models.BPE(vocab=ids, merges=merges, ignore_merges=rules.ignore_merges)
+        model = models.BPE(vocab=ids, merges=pairs, **options)  # type: ignore[arg-type]
+    except Exception:  # tokenizers has no narrower type; look closer at what it refuses
+        ids = {text: i for text, i in ids.items() if not LONE_SURROGATE.search(text)}  # no text has these
+        model = models.BPE(vocab=ids, merges=_checked_merges(vocab.merges, ids, hidden), **options)
     tokenizer = Tokenizer(model)
     if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -67,7 +68,7 @@ class Chat:
         self.finish_reason: str | None = None
         #: Of the last turn that was evaluated.
         self.last_usage: Usage | None = None
-        self._active: Generator[str, None, None] | None = None
+        self._active: weakref.ref[Generator[str, None, None]] | None = None
         self._messages: list[dict[str, Any]] = []
         self._said: tuple[str, list[int]] | None = None
         self.reset()
@@ -104,8 +105,9 @@ class Chat:
         sampling = self.sampling.replace(**changes)
         stops = self.stop if stop is None else stop_list(stop)
         self._finish_active()
-        self._active = self._reply(text, max_tokens or self.max_tokens, stops, sampling, progress)
-        return self._active
+        turn = self._reply(text, max_tokens or self.max_tokens, stops, sampling, progress)
+        self._active = weakref.ref(turn)  # no more than that: leaving the loop has to end the turn
+        return turn
 
     def ask(self, text: str, **options: Any) -> str:
         """The whole answer of ``send``."""
@@ -206,6 +208,7 @@ class Chat:
         return rendered.encode(self.tokenizer)
 
     def _finish_active(self) -> None:
-        if self._active is not None:
-            self._active.close()
-            self._active = None
+        turn = None if self._active is None else self._active()
+        if turn is not None:
+            turn.close()
+        self._active = None

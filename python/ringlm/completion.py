@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringlm.errors import InvalidArgument
 from ringlm.session import Sampling, TokenLogprobs
-from ringlm.text import TextGeneration, generate_text, stop_list
+from ringlm.text import Piece, TextGeneration, generate_text, stop_list
 
 if TYPE_CHECKING:
     from ringlm.model import Model
@@ -80,9 +80,10 @@ class _Job:
     stop: list[str]
     sampling: Sampling
     logprobs: int | None
+    continuation: bool  # raw text goes on with the prompt's; an answer begins a text
     cached: int = 0
 
-    def run(self) -> Generator[tuple[str, list[TokenLogprobs]], None, TextGeneration]:
+    def run(self) -> Generator[Piece, None, TextGeneration]:
         """Yields pieces with text or tokens, and returns the generation."""
         with self.model.idle_session() as session:
             self.cached = session.reuse(self.ids)
@@ -92,12 +93,12 @@ class _Job:
                 self.ids[self.cached :],
                 stop=self.stop,
                 max_tokens=self.max_tokens,
-                logprobs=self.logprobs or 0,
+                logprobs=self.logprobs,
+                continuation=self.continuation,
                 sampling=self.sampling,
             )
             try:
-                for piece in pieces:
-                    yield piece.text, piece.tokens
+                yield from pieces
             finally:
                 pieces.close()
             return pieces
@@ -155,6 +156,7 @@ def create_completion(
         stop_list(given.take("stop")),
         given.sampling(),
         None if logprobs is None or logprobs is False else _count("logprobs", logprobs),
+        continuation=True,
     )
     given.finish()
     if echo and job.logprobs is not None:
@@ -177,35 +179,33 @@ def _text_choice(text: str, logprobs: Json | None, finish: str | None) -> Json:
 def _stream_text(job: _Job, head: Json, echoed: str, include_usage: bool) -> Iterator[Json]:
     if echoed:
         yield head | {"choices": [_text_choice(echoed, None, None)]}
-    offset = len(echoed)
     pieces = job.run()
     try:
         while True:
             try:
-                text, tokens = next(pieces)
+                piece = next(pieces)
             except StopIteration as end:
                 done: TextGeneration = end.value
                 break
-            logprobs = None if job.logprobs is None else _text_logprobs(job.model, tokens, offset)
-            offset += len(text)
-            if text or logprobs:
-                yield head | {"choices": [_text_choice(text, logprobs, None)]}
+            logprobs = None if job.logprobs is None else _text_logprobs(job.model, piece, len(echoed))
+            if piece.text or logprobs:
+                yield head | {"choices": [_text_choice(piece.text, logprobs, None)]}
     finally:
         pieces.close()
     last = head | {"choices": [_text_choice("", None, done.finish_reason)]}
     yield last | {"usage": job.usage(len(done.ids))} if include_usage else last
 
 
-def _text_logprobs(model: Model, tokens: list[TokenLogprobs], offset: int) -> Json:
+def _text_logprobs(model: Model, piece: Piece, offset: int) -> Json:
     def shown(token: int) -> str:
         raw: bytes = model.tokenizer.token_bytes(token)
         return raw.decode("utf-8", errors="replace")
 
     return {
-        "tokens": [shown(token.id) for token in tokens],
-        "text_offset": [offset for _ in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{shown(i): p for i, p in token.top} for token in tokens],
+        "tokens": [shown(token.id) for token in piece.tokens],
+        "text_offset": [offset + piece.start for _ in piece.tokens],
+        "token_logprobs": [token.logprob for token in piece.tokens],
+        "top_logprobs": [{shown(i): p for i, p in token.top} for token in piece.tokens],
     }
 
 
@@ -253,6 +253,7 @@ def create_chat_completion(
         stop,
         sampling,
         _count("top_logprobs", top or 0) if wanted else None,
+        continuation=False,
     )
     if stream:
         return _stream_chat(job, _head("chatcmpl", "chat.completion.chunk", model), include_usage)
@@ -270,13 +271,13 @@ def _stream_chat(job: _Job, head: Json, include_usage: bool) -> Iterator[Json]:
     try:
         while True:
             try:
-                text, tokens = next(pieces)
+                piece = next(pieces)
             except StopIteration as end:
                 done: TextGeneration = end.value
                 break
-            logprobs = None if job.logprobs is None else {"content": _chat_logprobs(job.model, tokens)}
-            if text or logprobs:
-                yield chunk({"content": text}, logprobs)
+            logprobs = None if job.logprobs is None else {"content": _chat_logprobs(job.model, piece.tokens)}
+            if piece.text or logprobs:
+                yield chunk({"content": piece.text}, logprobs)
     finally:
         pieces.close()
     yield chunk({}, finish=done.finish_reason)

@@ -137,15 +137,6 @@ def escape(text: str) -> str:
     return text.replace(" ", SPACE)
 
 
-def piece_ids(vocab: Vocab) -> dict[str, int]:
-    """Ids by text. Of equal texts the last one counts, a token for text before a special one."""
-    tokens = vocab.tokens
-    ids = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(ids) < len(tokens):
-        ids.update((tokens[i], i) for i in vocab.of_type(TokenType.NORMAL, TokenType.UNUSED))
-    return ids
-
-
 def _word_start(tokens: list[str]) -> re.Pattern[str]:
     """Where text can be cut without changing the result: before a space that no piece can cross.
 

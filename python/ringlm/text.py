@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ringlm.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from ringlm.detokenizer import TokenStream
     from ringlm.session import Generation, Sampling, Session, TokenLogprobs
     from ringlm.tokenizer import Tokenizer
 
@@ -82,21 +83,26 @@ def _borders(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that was released, and the tokens that were generated since the piece before."""
+    """Text that was released; with log-probabilities, also the tokens generated since the last piece."""
 
     text: str
     tokens: list[TokenLogprobs] = field(default_factory=list)
+    #: Characters that the tokens before had made, those that were held back too.
+    start: int = 0
 
 
 class TextGeneration:
     """Iterates over the pieces of one generation. A piece may have no text while characters are held back."""
 
     def __init__(
-        self, generation: Generation[TokenLogprobs], tokenizer: Tokenizer, stops: Sequence[str]
+        self,
+        generation: Generation[int] | Generation[TokenLogprobs],
+        stream: TokenStream,
+        stops: Sequence[str],
     ) -> None:
         self._generation = generation
         self._stops = StopStrings(stops)
-        self._stream = tokenizer.stream()
+        self._stream = stream
         self._finish: str | None = None
         #: All generated ids, without the one that ended the text.
         self.ids: list[int] = []
@@ -114,7 +120,7 @@ class TextGeneration:
         return self._stops.found
 
     @property
-    def generation(self) -> Generation[TokenLogprobs]:
+    def generation(self) -> Generation[int] | Generation[TokenLogprobs]:
         return self._generation
 
     def __iter__(self) -> Iterator[Piece]:
@@ -128,20 +134,23 @@ class TextGeneration:
         self._generation.close()
 
     def _run(self) -> Generator[Piece, None, None]:
+        start = 0
         for token in self._generation:
-            self.ids.append(token.id)
-            text = self._stops.push(self._stream.push(token.id))
+            self.ids.append(token if isinstance(token, int) else token.id)
+            made = self._stream.push(self.ids[-1])
+            piece = Piece(self._stops.push(made), [] if isinstance(token, int) else [token], start)
+            start += len(made)
             if self._stops.found is not None:
                 self._finish = "stop"
                 self._generation.close()
-                yield Piece(text, [token])
+                yield piece
                 return
-            yield Piece(text, [token])
+            yield piece
         rest = self._stops.push(self._stream.flush())
         rest += self._stops.flush()
         self._finish = "stop" if self._stops.found is not None else self._generation.finish_reason
         if rest:
-            yield Piece(rest)
+            yield Piece(rest, [], start)
 
 
 def generate_text(
@@ -151,16 +160,24 @@ def generate_text(
     *,
     stop: str | Sequence[str] | None = None,
     max_tokens: int | None = None,
-    logprobs: int = 0,
+    logprobs: int | None = None,
+    continuation: bool = False,
     sampling: Sampling | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextGeneration:
     """Generates text after ``tokens``, which are appended to what is in the session's cache.
 
-    ``logprobs`` is how many of the most probable tokens each Piece.tokens entry lists.
+    With ``logprobs`` each Piece lists its tokens with that many of the most probable ones (a pass over the
+    vocabulary for each token). ``continuation``: the text goes on with the prompt's, as a completion does,
+    and does not begin one, as an answer in a chat does; see Tokenizer.stream.
     """
     stops = stop_list(stop)
-    generation = session.generate(
-        tokens, max_tokens=max_tokens, logprobs=logprobs, sampling=sampling, progress=progress
-    )
-    return TextGeneration(generation, tokenizer, stops)
+    # Of the overloads of `generate`, mypy needs one or the other.
+    generation: Generation[int] | Generation[TokenLogprobs]
+    if logprobs is None:
+        generation = session.generate(tokens, max_tokens=max_tokens, sampling=sampling, progress=progress)
+    else:
+        generation = session.generate(
+            tokens, max_tokens=max_tokens, logprobs=logprobs, sampling=sampling, progress=progress
+        )
+    return TextGeneration(generation, tokenizer.stream(continuation=continuation), stops)

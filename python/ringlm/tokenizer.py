@@ -32,14 +32,14 @@ class Tokenizer:
         file: Metadata = _open(source) if isinstance(source, (str, os.PathLike)) else source
         vocab = load_vocab(file)
         self._vocab = vocab
+        self._ids = vocab.ids_by_text()
         self._model: Any
         self._escape: Callable[[str], str] = str
         bos_default = False
         if vocab.model == "llama":
-            from ringlm.sentencepiece_bpe import SentencePieceBPE, escape, piece_ids
+            from ringlm.sentencepiece_bpe import SentencePieceBPE, escape
 
             self._escape = escape
-            self._ids = piece_ids(vocab)
             self._model = SentencePieceBPE(vocab, self._ids)
             bos_default = True
         else:
@@ -47,8 +47,7 @@ class Tokenizer:
             from ringlm.pretokenizers import find_pre_tokenizer
 
             rules = find_pre_tokenizer(vocab.pre)
-            self._ids = dict(zip(vocab.tokens, range(len(vocab.tokens)), strict=True))
-            self._model = ByteLevelBPE(vocab, rules)
+            self._model = ByteLevelBPE(vocab, self._ids, rules)
             bos_default = rules.add_bos
         self._add_bos = self._wants("bos", vocab.add_bos, bos_default)
         self._add_eos = self._wants("eos", vocab.add_eos, False)

@@ -88,6 +88,14 @@ class Vocab:
         """All ids of these types, ascending."""
         return _ids_of_type(self.types, *types)
 
+    def ids_by_text(self) -> dict[str, int]:
+        """Ids by text. Of equal texts the last one counts, and one of the language before a control token."""
+        ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if len(ids) < len(self.tokens):
+            control = {*self.of_type(TokenType.UNKNOWN, TokenType.CONTROL)}
+            ids.update((text, i) for i, text in enumerate(self.tokens) if i not in control)
+        return ids
+
 
 def _ids_of_type(types: bytes, *wanted: TokenType) -> list[int]:
     pattern = re.compile(b"[" + b"".join(b"\\x%02x" % t for t in wanted) + b"]")

@@ -1,4 +1,4 @@
-"""Random-weight models of the llama architecture, written with the `gguf` package, and what they compute in float64.
+"""Random-weight llama models, written with the `gguf` package, and what they compute in float64.
 
 Both are made from the same arrays, so the oracle shares nothing with ringlm but the file format's definition.
 """
@@ -130,7 +130,7 @@ def stored_as(
 
 
 def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> dict[str, Array]:
-    """Writes the model; returns the weights as the file means them. Extra metadata: str, bool, int or float."""
+    """Writes the model with extra metadata; returns the weights as the file means them."""
     rng = np.random.default_rng(s.seed + 1)
     w = gguf.GGUFWriter(path, "llama")
     w.add_context_length(s.n_ctx_train)

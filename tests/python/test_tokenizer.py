@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tokenizer_data import (
     USER_DEFINED,
     byte_spelling,
     keyed,
-    random_texts,
     write_vocab,
 )
 
@@ -316,44 +314,3 @@ def test_half_a_character_is_flushed_and_the_stream_starts_anew(make: Any) -> No
     assert stream.flush() == "\ufffd"
     assert "".join(stream.push(i) for i in ids) == "😀"
     assert stream.push(tokenizer.encode(" hi", add_special=False)[-1]) in (" hi", "i")
-
-
-# -- real models, where `ringlm pull` has put them --
-
-
-def cached_models() -> list[Path]:
-    import platformdirs
-
-    root = Path(os.environ.get("RINGLM_CACHE") or platformdirs.user_cache_dir("ringlm"))
-    return sorted(root.rglob("*.gguf")) if root.is_dir() else []
-
-
-@pytest.fixture(params=["SmolLM2-135M", "gemma-3-270m"])
-def real(request: pytest.FixtureRequest) -> Tokenizer:
-    for path in cached_models():
-        if path.name.startswith(request.param):
-            return Tokenizer(path)
-    pytest.skip(f"{request.param} is not in the cache folder")
-
-
-def test_real_models_never_give_a_typed_control_token(real: Tokenizer) -> None:
-    control = [i for i in range(real.n_vocab) if real.is_control(i)]
-    assert control
-    for i in control:
-        name = real.token_text(i)
-        typed = real.encode(name, add_special=False)
-        assert not any(map(real.is_control, typed)), name
-        assert real.decode(typed) == name
-        assert real.encode(name, add_special=False, parse_special=True) == [i]
-
-
-def test_real_models_round_trip(real: Tokenizer) -> None:
-    # SmolLM2's vocabulary lacks some control characters and the planes 4 to 12.
-    expressible = {b for i in range(real.n_vocab) for b in real.token_bytes(i)[:1]}
-    texts = [
-        t for t in [*NASTY, *SENTENCES, *random_texts(300, seed=4)] if expressible.issuperset(t.encode())
-    ]
-    assert len(texts) > 300
-    for text in texts:
-        assert real.decode(real.encode(text)) == text
-    assert real.eog_ids >= {real.eos_id, real.eot_id}
