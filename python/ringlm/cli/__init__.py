@@ -9,7 +9,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from . import models as models  # one line for each module: importing it registers its commands
+# Importing a module registers its commands, in the order of the help.
+from . import chat as chat  # isort: skip
+from . import run as run  # isort: skip
+from . import info as info  # isort: skip
+from . import perplexity as perplexity  # isort: skip
+from . import models as models  # isort: skip
 from .app import app, state
 
 

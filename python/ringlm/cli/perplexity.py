@@ -1,0 +1,55 @@
+"""``ringlm perplexity``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as opt
+from .app import app
+
+
+@app.command("perplexity")
+def perplexity_command(
+    file: Annotated[str, typer.Option("-f", "--file", metavar="FILE", help="UTF-8 text; - reads stdin.")],
+    name: opt.ModelName = opt.DEFAULT_MODEL,
+    n_ctx: Annotated[int, typer.Option("-c", "--ctx", metavar="N", min=3, help="Tokens of a window.")] = 512,
+    kv: opt.Kv = "f16",
+    chunk: opt.Chunk = 128,
+    threads: opt.Threads = None,
+    backend: opt.Backend = "cpu",
+    as_json: opt.Json = False,
+) -> None:
+    """Measure how well a model predicts a text.
+
+    The definition is llama.cpp's: windows of -c tokens, each read anew; the second half of each is scored."""
+    from ringlm.perplexity import perplexity
+
+    text = opt.read_text(None if file == "-" else Path(file))
+    status, began = opt.StatusLine(), time.monotonic()
+
+    def progress(done: int, windows: int, so_far: float) -> None:
+        left = (time.monotonic() - began) / done * (windows - done)
+        status.show(f"window {done} of {windows}, perplexity {so_far:.4f}, {left:.0f} s left")
+
+    with opt.opened(name, threads, backend) as model:
+        status.show("reading the text")
+        try:
+            began = time.monotonic()
+            result = perplexity(model, text, n_ctx=n_ctx, kv=opt.kv_types(kv), chunk=chunk, progress=progress)
+        finally:
+            status.clear()
+    if as_json:
+        record = {"model": str(model.path), **dataclasses.asdict(result)}
+        # JSON has no NaN.
+        typer.echo(json.dumps({k: None if v != v else v for k, v in record.items()}))
+        return
+    typer.echo(
+        f"perplexity {result.perplexity:.4f} +/- {result.stderr:.4f}\n"
+        f"{result.tokens} tokens scored in {result.windows} windows of {result.n_ctx}, {result.seconds:.1f} s"
+    )

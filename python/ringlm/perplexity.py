@@ -1,0 +1,109 @@
+"""Perplexity of a model over a text, as llama.cpp's perplexity tool defines it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ringlm.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ringlm.model import Model
+
+__all__ = ["Perplexity", "negative_log_likelihoods", "perplexity"]
+
+_LOGITS = 1 << 22  # at most so many are held at a time: 16 MiB
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """``perplexity`` is exp of the mean negative log-likelihood of ``tokens`` scored tokens, ``stderr`` its
+    standard error; NaN when only one token was scored."""
+
+    perplexity: float
+    stderr: float
+    tokens: int
+    windows: int
+    n_ctx: int
+    seconds: float
+
+
+def perplexity(
+    model: Model,
+    text: str | Sequence[int],
+    *,
+    n_ctx: int = 512,
+    kv: str | tuple[str, str] = "f16",
+    chunk: int = 128,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Perplexity:
+    """How badly ``model`` predicts ``text`` (or its token ids): exp(mean negative log-likelihood).
+
+    The text is tokenized with the model's BOS and EOS rules and cut into windows of ``n_ctx`` tokens; the
+    remainder is dropped. Each window is read from an empty cache. Where the model adds BOS, it replaces the
+    window's first token. The logits of positions n_ctx // 2 to n_ctx - 2 predict the tokens behind them, and
+    these are scored: every one has at least half a window of context.
+
+    ``progress(windows done, windows, perplexity so far)`` is called after each window. Raises
+    InvalidArgument if there is not one whole window, NumericError.
+    """
+    import numpy as np
+
+    if n_ctx < 3:
+        raise InvalidArgument(f"n_ctx is {n_ctx}; a window of fewer than 3 tokens has none to score")
+    tokenizer = model.tokenizer
+    ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+    windows = len(ids) // n_ctx
+    if windows == 0:
+        raise InvalidArgument(
+            f"the text has {len(ids)} tokens and one window takes {n_ctx}: "
+            f"give a longer text, or a context of at most {len(ids)}"
+        )
+    began = time.perf_counter()
+    scores: list[npt.NDArray[np.float64]] = []
+    with model.session(n_ctx=n_ctx, kv=kv, chunk=min(chunk, n_ctx)) as session:
+        rows = max(1, min(session.chunk, _LOGITS // model.n_vocab))
+        buffer = np.empty((rows, model.n_vocab), np.float32)
+        first, last = n_ctx // 2, n_ctx - 1
+        for w in range(windows):
+            window = ids[w * n_ctx : (w + 1) * n_ctx]
+            if tokenizer.add_bos and tokenizer.bos_id is not None:
+                window[0] = tokenizer.bos_id
+            session.rewind(session.position)
+            session.prefill(window[:first], out=buffer[0])
+            for at in range(first, last, rows):
+                end = min(at + rows, last)
+                logits = session.prefill(window[at:end], out=buffer[: end - at], all_logits=True)
+                scores.append(negative_log_likelihoods(logits, window[at + 1 : end + 1]))
+            if progress is not None:
+                progress(w + 1, windows, _mean_and_error(scores)[0])
+    value, error = _mean_and_error(scores)
+    return Perplexity(value, error, sum(map(len, scores)), windows, n_ctx, time.perf_counter() - began)
+
+
+def negative_log_likelihoods(
+    logits: npt.NDArray[np.float32], tokens: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """-log softmax(logits[i])[tokens[i]] in float64, for logits ``[n, n_vocab]`` and ``n`` tokens."""
+    import numpy as np
+
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    chosen = x[np.arange(len(tokens)), tokens]
+    result: npt.NDArray[np.float64] = np.log(np.exp(x, out=x).sum(axis=-1)) - chosen
+    return result
+
+
+def _mean_and_error(scores: list[Any]) -> tuple[float, float]:
+    """Perplexity and its standard error: d exp(m) = exp(m) dm, with the standard error of the mean for dm."""
+    import numpy as np
+
+    nll = np.concatenate(scores)
+    value = math.exp(float(nll.mean()))
+    return value, value * float(nll.std(ddof=1)) / math.sqrt(len(nll)) if len(nll) > 1 else math.nan
