@@ -66,6 +66,7 @@ def run_command(
                 ids,
                 stop=stop,
                 max_tokens=max_tokens,
+                continuation=True,
                 sampling=sampling,
             )
             answer = _generate(pieces, echo=not as_json)
