@@ -747,3 +747,13 @@ def test_json_escapes_marked_text() -> None:
         (1, 2, True),
         (2, 3, False),
     ]
+
+
+def test_hostile_messages_take_linear_time() -> None:
+    special = ["<s>", *(f"<unused{i}>" for i in range(3000)), "<|im_end|>", "<", "x"]
+    tokenizer, template = ToyTokenizer(special), compiled("{{ messages[0].content }}")
+    began = time.monotonic()
+    for text in ("<" * 20000, "<unused" * 3000, "<|im_end|>" * 2000):
+        got = template.render([user(text)]).encode(tokenizer)
+        assert not any(tokenizer.is_control(t) for t in got) and tokenizer.decode(got) == text
+    assert time.monotonic() - began < 5
