@@ -38,8 +38,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Llama(Model):
     """A Model that is constructed and called as llama-cpp-python's class is.
 
-    ``n_ctx`` 0 is the default of Session; ``seed`` is that of every completion that names none. An argument that
-    would ask for something else is InvalidArgument, an unknown one TypeError.
+    ``n_ctx`` 0 is the default of Session; ``seed`` is that of every completion that names none. An argument
+    that would ask for something else is InvalidArgument, an unknown one TypeError.
     """
 
     def __init__(
