@@ -19,9 +19,8 @@ import gguf
 import numpy as np
 import pytest
 from random_llama import reference_logits
-from tiny_chat_model import BOS, END, RANDOM, tokenizer_metadata, write_chain, write_random
-
 from ringlm.cli import main
+from tiny_chat_model import BOS, END, RANDOM, tokenizer_metadata, write_chain, write_random
 
 ANSWER = "Hi, you!"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -153,7 +152,18 @@ def test_run_sampling_options_reach_the_sampler(ringlm: Command, models: Models)
         ids = set()
         for seed in range(n):
             done = ringlm(
-                "run", models.random, "-p", "hello", "-n", "1", "-t", "1", "--json", "--seed", str(seed), *args
+                "run",
+                models.random,
+                "-p",
+                "hello",
+                "-n",
+                "1",
+                "-t",
+                "1",
+                "--json",
+                "--seed",
+                str(seed),
+                *args,
             )
             ids.update(json.loads(done.out)["tokens"])
         return ids
