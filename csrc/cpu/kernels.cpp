@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "ringlm/error.h"
 
@@ -22,22 +21,8 @@ bool has_f16c() {
 }
 #endif
 
-// Fastest first.
-std::vector<const Kernels*> runnable() {
-  std::vector<const Kernels*> sets;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    sets.push_back(&kAvx512);
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) sets.push_back(&kAvx2);
-#endif
-  sets.push_back(&kGeneric);
-  return sets;
-}
-
 const Kernels& choose() {
-  const std::vector<const Kernels*> sets = runnable();
+  const std::vector<const Kernels*> sets = runnable_kernels();
   const char* wanted = std::getenv("RINGLM_ISA");
   if (!wanted || !*wanted) return *sets.front();
   std::string names;
@@ -49,6 +34,19 @@ const Kernels& choose() {
 }
 
 }  // namespace
+
+std::vector<const Kernels*> runnable_kernels() {
+  std::vector<const Kernels*> sets;
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    sets.push_back(&kAvx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) sets.push_back(&kAvx2);
+#endif
+  sets.push_back(&kGeneric);
+  return sets;
+}
 
 const Kernels& kernels() {
   static const Kernels& chosen = choose();

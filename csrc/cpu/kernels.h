@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "gguf/types.h"
 #include "ringlm/kv_format.h"
@@ -87,6 +88,9 @@ constexpr std::size_t tile_scratch(std::int32_t head_dim) {
 // The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that
 // the processor lacks is InvalidArgument.
 const Kernels& kernels();
+
+// All that this processor runs, fastest first.
+std::vector<const Kernels*> runnable_kernels();
 
 extern const Kernels kGeneric;
 #if defined(__x86_64__)

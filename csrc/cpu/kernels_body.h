@@ -119,7 +119,9 @@ float dot(const float* a, const float* b, std::int32_t n) {
 
 void rms_norm(const float* x, const float* w, float eps, float* y, std::int32_t n) {
   const float mean_square = dot(x, x, n) / static_cast<float>(n);
-  const float scale = 1.0f / __builtin_sqrtf(mean_square + eps);
+  // Squares that overflow would turn every element into zero; NaN is noticed.
+  const float scale =
+      mean_square <= __FLT_MAX__ ? 1.0f / __builtin_sqrtf(mean_square + eps) : __builtin_nanf("");
   for (std::int32_t i = 0; i < n; ++i) y[i] = w[i] * (x[i] * scale);
 }
 

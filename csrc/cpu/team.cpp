@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <string>
 #include <system_error>
@@ -22,20 +23,29 @@ void pause() {
 #endif
 }
 
-constexpr int kSpins = 4000;  // about 50 microseconds
-constexpr int kYields = 200;
+using Clock = std::chrono::steady_clock;
+constexpr Clock::duration kLongestSpin = std::chrono::microseconds(50);
 
-// Returns when `value` is no longer `old`.
+// Returns when `value` is no longer `old`: spins for a while, then sleeps.
+//
+// On a free machine the others are a few microseconds away, and waking a sleeper costs more than that. Where
+// threads outnumber cores, whoever spins keeps its core from the one that it waits for. So every thread
+// learns from its own waits how long spinning is worth while: quick to give up, slow to trust again.
 void wait_for_change(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    pause();
+  thread_local Clock::duration spin = kLongestSpin;
+  const Clock::time_point start = Clock::now();
+  bool sleep = false;
+  while (!sleep) {
+    for (int i = 0; i < 16 && value.load(std::memory_order_acquire) == old; ++i) pause();
+    if (value.load(std::memory_order_acquire) != old) break;
+    sleep = Clock::now() - start >= spin;
   }
-  for (int i = 0; i < kYields; ++i) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    ::sched_yield();
+  if (sleep) value.wait(old, std::memory_order_acquire);
+  if (sleep && Clock::now() - start >= kLongestSpin) {
+    spin /= 2;
+  } else {
+    spin += (kLongestSpin - spin) / 8;
   }
-  value.wait(old, std::memory_order_acquire);
 }
 
 // The addition is sequentially consistent, and not merely a release, because notify_all() looks for sleepers

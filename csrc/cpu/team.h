@@ -1,7 +1,7 @@
 // A persistent team of threads that runs one operation at a time.
 //
 // The caller is thread 0. Between operations the others spin for some microseconds, since in a decode step
-// the next operation follows at once, then yield, then sleep.
+// the next operation follows at once, then sleep.
 #pragma once
 
 #include <sys/types.h>

@@ -27,7 +27,7 @@ struct SessionOptions {
   KvFormat v_format = KvFormat::F16;
   // Called by a running step between two layers, at most twenty times a second, so that the caller can look
   // for signals. What it throws ends the step.
-  std::function<void()> poll;
+  std::function<void()> poll = {};
 };
 
 class Session {

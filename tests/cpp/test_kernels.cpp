@@ -1,0 +1,515 @@
+// The inner loops of every instruction set that this machine runs, against plain loops in double.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "cpu/kernels.h"
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numbers>
+#include <string>
+#include <vector>
+
+#include "gguf/blocks.h"
+#include "gguf/half.h"
+#include "model/rope.h"
+#include "tiny_model.h"
+
+using namespace ringlm;
+using cpu::Kernels;
+using cpu::kTile;
+using cpu::Partial;
+using gguf::DType;
+
+namespace {
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+std::vector<float> random_floats(std::size_t n, std::uint64_t seed, float scale = 1.0f) {
+  tiny::Random random(seed);
+  std::vector<float> x(n);
+  for (float& v : x) v = scale * random();
+  return x;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// By the definition of binary16.
+double half_value(std::uint16_t h) {
+  const int exponent = (h >> 10) & 31, fraction = h & 1023;
+  const double sign = h & 0x8000 ? -1.0 : 1.0;
+  if (exponent == 31) return fraction ? std::nan("") : sign * HUGE_VAL;
+  return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
+}
+
+template <class F>
+void for_each_isa(F f) {
+  for (const Kernels* k : cpu::runnable_kernels()) {
+    CAPTURE(std::string(k->name));
+    f(*k);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("the chosen set is one that the processor runs") {
+  bool found = false;
+  for (const Kernels* k : cpu::runnable_kernels()) found |= k == &cpu::kernels();
+  CHECK(found);
+}
+
+TEST_CASE("every half turns into its value, exactly") {
+  for (std::uint32_t h = 0; h < 65536; ++h) {
+    const float found = f16_to_f32(static_cast<std::uint16_t>(h));
+    const double expected = half_value(static_cast<std::uint16_t>(h));
+    if (std::isnan(expected)) {
+      REQUIRE(std::isnan(found));
+    } else {
+      REQUIRE(static_cast<double>(found) == expected);
+      REQUIRE(std::signbit(found) == std::signbit(expected));
+    }
+  }
+}
+
+TEST_CASE("attention reads every half exactly") {
+  for_each_isa([](const Kernels& k) {
+    for (const std::int32_t d : {7, 16, 64}) {
+      std::vector<float> q(size(d)), scratch(cpu::tile_scratch(d)), sum(size(d)), out(size(d));
+      std::vector<std::uint16_t> key(size(d)), value(size(d));
+      for (std::uint32_t first = 0; first < 65536; first += static_cast<std::uint32_t>(d)) {
+        for (std::uint32_t i = 0; i < value.size(); ++i) value[i] = static_cast<std::uint16_t>(first + i);
+        Partial part;
+        k.attend_tile({q.data(), 1, d, 1.0f, KvFormat::F16, KvFormat::F16,
+                       reinterpret_cast<const std::uint8_t*>(key.data()),
+                       reinterpret_cast<const std::uint8_t*>(value.data()), 1},
+                      &part, sum.data(), scratch.data());
+        k.finish(part, sum.data(), out.data(), d);
+        for (std::uint32_t i = 0; i < value.size(); ++i) {
+          const double expected = half_value(value[i]);
+          if (std::isnan(expected)) {
+            REQUIRE(std::isnan(out[i]));
+          } else {
+            REQUIRE(static_cast<double>(out[i]) == expected);
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("halves are rounded to nearest, ties to even") {
+  for_each_isa([](const Kernels& k) {
+    const auto round = [&](float x) {
+      std::uint16_t h = 0;
+      k.store_row(KvFormat::F16, &x, reinterpret_cast<std::uint8_t*>(&h), 1);
+      return h;
+    };
+    for (std::uint16_t h = 0; h < 0x7c00; ++h) {  // every finite positive half and the middle to the next
+      const float value = static_cast<float>(half_value(h));
+      REQUIRE(round(value) == h);
+      REQUIRE(round(-value) == (h | 0x8000));
+      const double next = h + 1 == 0x7c00 ? 65536.0 : half_value(static_cast<std::uint16_t>(h + 1));
+      const float middle = static_cast<float>((half_value(h) + next) / 2);  // exact
+      REQUIRE(round(middle) == h + (h & 1));
+      REQUIRE(round(std::nextafter(middle, 0.0f)) == h);
+      REQUIRE(round(std::nextafter(middle, kInf)) == h + 1);
+    }
+    CHECK(round(kInf) == 0x7c00);
+    CHECK(round(-kInf) == 0xfc00);
+    CHECK(round(1e38f) == 0x7c00);
+    CHECK(round(1e-40f) == 0);
+    CHECK(round(-0.0f) == 0x8000);
+    const std::uint16_t nan = round(kNaN);
+    CHECK((nan & 0x7c00) == 0x7c00);
+    CHECK((nan & 0x03ff) != 0);
+  });
+}
+
+TEST_CASE("e^x to two units in the last place, from 0 down to where it is clamped") {
+  for_each_isa([](const Kernels& k) {
+    // Merging a state of one position into a later one scales it by e^(difference of the largest scores).
+    const auto exp = [&](float x) {
+      Partial into{x, 1.0f};
+      float sum = 1.0f, none = 0.0f;
+      k.merge(into, &sum, {0.0f, 0.0f}, &none, 1);
+      return into.total;
+    };
+    double worst = 0.0;
+    for (int i = 0; i <= 87000; ++i) {
+      const float x = -static_cast<float>(i) / 1000.0f;
+      const double expected = std::exp(static_cast<double>(x));
+      worst = std::max(worst, std::fabs(static_cast<double>(exp(x)) - expected) / expected);
+    }
+    CHECK(worst < 2.0 * 0x1p-23);
+    CHECK(exp(0.0f) == 1.0f);
+    CHECK(exp(-1000.0f) <= 1.7e-38f);
+    CHECK(exp(-kInf) <= 1.7e-38f);
+    CHECK(std::isnan(exp(kNaN)));
+  });
+}
+
+TEST_CASE("silu(gate) * up") {
+  for_each_isa([](const Kernels& k) {
+    for (const std::int64_t n : {1, 5, 16, 17, 64, 100}) {
+      std::vector<float> gate = random_floats(size(n), 1, 30.0f);
+      const std::vector<float> up = random_floats(size(n), 2), before = gate;
+      k.silu_mul(gate.data(), up.data(), n);
+      for (std::size_t i = 0; i < gate.size(); ++i) {
+        const double g = before[i], expected = g / (1.0 + std::exp(-g)) * up[i];
+        REQUIRE(gate[i] == doctest::Approx(expected).epsilon(1e-6));
+      }
+    }
+    std::vector<float> special = {kNaN, kInf, 1.0f, -100.0f, 100.0f};
+    const std::vector<float> up = {1.0f, 1.0f, kNaN, 1.0f, 1.0f};
+    k.silu_mul(special.data(), up.data(), 5);
+    CHECK(std::isnan(special[0]));
+    CHECK(special[1] == kInf);
+    CHECK(std::isnan(special[2]));
+    CHECK(std::fabs(special[3]) < 1e-35f);
+    CHECK(special[4] == 100.0f);
+  });
+}
+
+TEST_CASE("RMSNorm") {
+  for_each_isa([](const Kernels& k) {
+    for (const std::int32_t n : {1, 2, 15, 16, 17, 40, 1000}) {
+      const std::vector<float> x = random_floats(size(n), 3, 5.0f), w = random_floats(size(n), 4);
+      std::vector<float> y(size(n));
+      k.rms_norm(x.data(), w.data(), 1e-5f, y.data(), n);
+      double squares = 0.0;
+      for (const float v : x) squares += static_cast<double>(v) * v;
+      for (std::size_t i = 0; i < y.size(); ++i) {
+        const double expected = w[i] * x[i] / std::sqrt(squares / n + static_cast<double>(1e-5f));
+        REQUIRE(y[i] == doctest::Approx(expected).epsilon(2e-6));
+      }
+    }
+    const std::vector<float> ones(20, 1.0f);
+    std::vector<float> y(20);
+    k.rms_norm(std::vector<float>(20, 0.0f).data(), ones.data(), 1e-5f, y.data(), 20);
+    CHECK(y == std::vector<float>(20, 0.0f));
+    for (const float bad : {kNaN, kInf, 1e30f}) {  // the last one's square overflows
+      std::vector<float> x(20, 1.0f);
+      x[17] = bad;
+      k.rms_norm(x.data(), ones.data(), 1e-5f, y.data(), 20);
+      CHECK(std::isnan(y[17]));
+    }
+  });
+}
+
+namespace {
+
+// Rows of random codes whose scales are ordinary numbers.
+std::vector<std::uint8_t> random_rows(DType type, std::int32_t rows, std::int32_t cols) {
+  const gguf::TypeTraits& t = gguf::traits(type);
+  const std::size_t blocks = size(rows) * size(cols) / t.block_size;
+  std::vector<std::uint8_t> bytes(blocks * t.block_bytes);
+  tiny::Random random(static_cast<std::uint64_t>(type) + 99);
+  if (type == DType::F32) {
+    const std::vector<float> values = random_floats(blocks, 5);
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+  for (std::uint8_t& b : bytes) b = static_cast<std::uint8_t>((random() + 1.0f) * 127.9f);
+  const auto put = [&](std::size_t at, float value) {
+    const std::uint16_t h =
+        type == DType::BF16 ? static_cast<std::uint16_t>(to_bits(value) >> 16) : f32_to_f16(value);
+    std::memcpy(&bytes[at], &h, sizeof h);
+  };
+  for (std::size_t b = 0; b < blocks; ++b) {
+    const std::size_t at = b * t.block_bytes;
+    if (t.block_size == 1) {
+      put(at, random());
+    } else if (type == DType::Q6_K) {
+      put(at + 208, 0.001f * random());
+    } else {
+      put(at, 0.02f * random());
+      if (type == DType::Q4_1 || type == DType::Q5_1 || type == DType::Q4_K || type == DType::Q5_K) {
+        put(at + 2, 0.02f * random());
+      }
+    }
+  }
+  return bytes;
+}
+
+void check_matmul(const Kernels& k, DType type, std::int32_t rows, std::int32_t cols, std::int32_t tokens) {
+  CAPTURE(static_cast<int>(type));
+  CAPTURE(rows);
+  CAPTURE(cols);
+  CAPTURE(tokens);
+  const gguf::TypeTraits& t = gguf::traits(type);
+  const std::size_t row_bytes = size(cols) / t.block_size * t.block_bytes;
+  const std::vector<std::uint8_t> w = random_rows(type, rows, cols);
+  std::vector<float> plain(size(rows) * size(cols));
+  dequantize(type, std::as_bytes(std::span(w)), plain);
+  const std::vector<float> x = random_floats(size(tokens) * size(cols), 7),
+                           bias = random_floats(size(rows), 8);
+  const std::vector<float> start = random_floats(size(tokens) * size(rows), 9);
+  std::vector<float> scratch(cpu::matmul_scratch(cols));
+
+  for (const bool add : {false, true}) {
+    const auto args = [&](std::vector<float>& y, std::int32_t first, std::int32_t n) {
+      return cpu::MatmulArgs{type,
+                             w.data(),
+                             row_bytes,
+                             cols,
+                             add ? nullptr : bias.data(),
+                             x.data() + first * cols,
+                             n,
+                             y.data() + first * rows,
+                             rows,
+                             add};
+    };
+    std::vector<float> whole = start;
+    k.matmul(args(whole, 0, tokens), 0, rows, scratch.data());
+    for (std::int32_t m = 0; m < tokens; ++m) {
+      for (std::int32_t r = 0; r < rows; ++r) {
+        double sum = 0.0, magnitude = 0.0;
+        for (std::int32_t c = 0; c < cols; ++c) {
+          const double product =
+              static_cast<double>(plain[size(r) * size(cols) + size(c)]) * x[size(m) * size(cols) + size(c)];
+          sum += product, magnitude += std::fabs(product);
+        }
+        const std::size_t at = size(m) * size(rows) + size(r);
+        sum += static_cast<double>(add ? start[at] : bias[size(r)]);
+        REQUIRE(std::fabs(whole[at] - sum) <= 2e-7 * (magnitude + 1.0) * 4);
+      }
+    }
+    // Bit for bit the same token by token, and in any cut of the rows.
+    std::vector<float> single = start, cut = start;
+    for (std::int32_t m = 0; m < tokens; ++m) k.matmul(args(single, m, 1), 0, rows, scratch.data());
+    CHECK(same_bits(single, whole));
+    for (std::int32_t r = 0; r < rows;) {
+      const std::int32_t end = std::min(rows, r + 1 + r % 3);
+      k.matmul(args(cut, 0, tokens), r, end, scratch.data());
+      r = end;
+    }
+    CHECK(same_bits(cut, whole));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("matrix products of every type, in odd sizes") {
+  for_each_isa([](const Kernels& k) {
+    for (const DType type : {DType::F32, DType::F16, DType::BF16}) {
+      for (const std::int32_t cols : {1, 15, 16, 17, 33}) {
+        for (const std::int32_t rows : {1, 4, 7}) {
+          for (const std::int32_t tokens : {1, 3, 4, 5, 9}) check_matmul(k, type, rows, cols, tokens);
+        }
+      }
+    }
+    for (const DType type : {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0}) {
+      for (const std::int32_t cols : {32, 96}) check_matmul(k, type, 7, cols, 5);
+    }
+    for (const DType type : {DType::Q4_K, DType::Q5_K, DType::Q6_K}) {
+      for (const std::int32_t cols : {256, 512}) check_matmul(k, type, 7, cols, 5);
+    }
+  });
+}
+
+TEST_CASE("NaN in a weight or an input reaches the product") {
+  for_each_isa([](const Kernels& k) {
+    constexpr std::int32_t cols = 37, rows = 5;
+    for (const int at : {0, 20, 36}) {  // in the first vector, in the second one, in the tail
+      std::vector<float> w(rows * cols, 1.0f), x(cols, 1.0f), y(rows), scratch(cpu::matmul_scratch(cols));
+      const cpu::MatmulArgs args{DType::F32,
+                                 reinterpret_cast<const std::uint8_t*>(w.data()),
+                                 cols * sizeof(float),
+                                 cols,
+                                 nullptr,
+                                 x.data(),
+                                 1,
+                                 y.data(),
+                                 rows,
+                                 false};
+      w[size(2 * cols + at)] = kNaN;
+      k.matmul(args, 0, rows, scratch.data());
+      CHECK(std::isnan(y[2]));
+      CHECK(y[3] == 37.0f);
+      x[size(at)] = kInf;
+      k.matmul(args, 0, rows, scratch.data());
+      CHECK(y[3] == kInf);
+    }
+  });
+}
+
+namespace {
+
+struct Attention {
+  std::int32_t group, d, n;  // n visible positions
+  KvFormat format;
+  std::vector<float> q, k, v;
+
+  Attention(std::int32_t group_, std::int32_t d_, std::int32_t n_, KvFormat format_)
+      : group(group_),
+        d(d_),
+        n(n_),
+        format(format_),
+        q(random_floats(size(group * d), 11, 3.0f)),
+        k(random_floats(size(n * d), 12, 3.0f)),
+        v(random_floats(size(n * d), 13)) {}
+
+  // The way of cpu_ops.cpp: tile by tile, merged in order.
+  std::vector<float> run(const Kernels& kernels) const {
+    const std::size_t row = size(d) * element_bytes(format);
+    std::vector<std::uint8_t> keys(size(n) * row), values(size(n) * row);
+    for (std::int32_t t = 0; t < n; ++t) {
+      kernels.store_row(format, &k[size(t * d)], &keys[size(t) * row], d);
+      kernels.store_row(format, &v[size(t * d)], &values[size(t) * row], d);
+    }
+    std::vector<Partial> parts(size(group)), next(size(group));
+    std::vector<float> sums(size(group * d)), next_sums(size(group * d)), scratch(cpu::tile_scratch(d)),
+        out(size(group * d));
+    for (std::int32_t first = 0; first < n; first += kTile) {
+      const cpu::TileArgs args{q.data(),
+                               group,
+                               d,
+                               1.0f / std::sqrt(static_cast<float>(d)),
+                               format,
+                               format,
+                               &keys[size(first) * row],
+                               &values[size(first) * row],
+                               std::min(kTile, n - first)};
+      if (first == 0) {
+        kernels.attend_tile(args, parts.data(), sums.data(), scratch.data());
+        continue;
+      }
+      kernels.attend_tile(args, next.data(), next_sums.data(), scratch.data());
+      for (std::int32_t g = 0; g < group; ++g)
+        kernels.merge(parts[size(g)], &sums[size(g * d)], next[size(g)], &next_sums[size(g * d)], d);
+    }
+    for (std::int32_t g = 0; g < group; ++g)
+      kernels.finish(parts[size(g)], &sums[size(g * d)], &out[size(g * d)], d);
+    return out;
+  }
+
+  std::vector<double> expected() const {
+    const auto stored = [&](float x) { return format == KvFormat::F16 ? half_value(f32_to_f16(x)) : x; };
+    std::vector<double> out(size(group * d)), p(size(n));
+    for (std::int32_t g = 0; g < group; ++g) {
+      double total = 0.0, largest = -HUGE_VAL;
+      for (std::int32_t t = 0; t < n; ++t) {
+        p[size(t)] = 0.0;
+        for (std::int32_t i = 0; i < d; ++i) p[size(t)] += q[size(g * d + i)] * stored(k[size(t * d + i)]);
+        p[size(t)] /= std::sqrt(static_cast<double>(d));
+        largest = std::max(largest, p[size(t)]);
+      }
+      for (double& x : p) total += x = std::exp(x - largest);
+      for (std::int32_t t = 0; t < n; ++t) {
+        for (std::int32_t i = 0; i < d; ++i)
+          out[size(g * d + i)] += p[size(t)] / total * stored(v[size(t * d + i)]);
+      }
+    }
+    return out;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("attention in tiles is attention") {
+  for_each_isa([](const Kernels& k) {
+    for (const KvFormat format : {KvFormat::F32, KvFormat::F16}) {
+      for (const std::int32_t d : {1, 7, 16, 20, 33, 64}) {
+        for (const std::int32_t n : {1, 2, 17, 63, 64, 65, 128, 200}) {
+          const Attention a(d % 3 + 1, d, n, format);
+          CAPTURE(d);
+          CAPTURE(n);
+          const std::vector<float> found = a.run(k);
+          const std::vector<double> expected = a.expected();
+          for (std::size_t i = 0; i < found.size(); ++i) REQUIRE(std::fabs(found[i] - expected[i]) < 3e-6);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("scores far apart neither overflow nor vanish") {
+  for_each_isa([](const Kernels& k) {
+    Attention a(1, 16, 200, KvFormat::F32);
+    for (const std::int32_t winner : {0, 70, 199}) {
+      for (std::size_t i = 0; i < a.k.size(); ++i)
+        a.k[i] = static_cast<std::int32_t>(i / 16) == winner ? 1.0f : -1.0f;
+      a.q.assign(16, 1000.0f);
+      const std::vector<float> out = a.run(k);
+      for (std::size_t i = 0; i < 16; ++i) CHECK(out[i] == doctest::Approx(a.v[size(winner) * 16 + i]));
+    }
+  });
+}
+
+TEST_CASE("NaN anywhere in attention reaches the result") {
+  for_each_isa([](const Kernels& k) {
+    const Attention clean(2, 20, 150, KvFormat::F32);
+    const auto all_nan = [&](const Attention& a, std::size_t first, std::size_t step) {
+      const std::vector<float> out = a.run(k);
+      for (std::size_t i = first; i < out.size(); i += step) REQUIRE(std::isnan(out[i]));
+    };
+    for (const std::size_t t : {0u, 63u, 64u, 100u, 149u}) {
+      for (const std::size_t i : {0u, 15u, 16u, 19u}) {
+        Attention a = clean;
+        a.k[t * 20 + i] = kNaN;
+        all_nan(a, 0, 1);
+        a = clean;
+        a.v[t * 20 + i] = kNaN;
+        all_nan(a, i, 20);
+        a = clean;
+        a.v[t * 20 + i] = kInf;
+        const std::vector<float> out = a.run(k);
+        CHECK_FALSE(std::isfinite(out[i]));
+      }
+    }
+    for (const std::size_t i : {0u, 19u}) {
+      Attention a = clean;
+      a.q[i] = kNaN;
+      const std::vector<float> out = a.run(k);
+      CHECK(std::isnan(out[0]));
+      CHECK(std::isfinite(out[20]));  // the other head of the group
+    }
+  });
+}
+
+TEST_CASE("RoPE angles hold at a position of a million") {
+  Config c = tiny::config();
+  c.rope_dims = c.head_dim = 64;
+  c.rope_base = 500000.0;
+  c.rope_factor = 8.0;
+  const std::vector<double> frequencies = rope_frequencies(c, {});
+  REQUIRE(frequencies.size() == 32);
+  std::vector<float> table(64);
+  for (const std::int64_t position : {0LL, 1LL, 4095LL, 999999LL, 1000000LL, 16000000LL}) {
+    rope_table(frequencies, position, table);
+    for (std::size_t i = 0; i < 32; ++i) {
+      const long double angle = static_cast<long double>(position) / 8.0L *
+                                std::pow(500000.0L, -2.0L * static_cast<long double>(i) / 64.0L);
+      REQUIRE(std::fabs(static_cast<double>(table[2 * i] - std::cos(angle))) < 1e-7);
+      REQUIRE(std::fabs(static_cast<double>(table[2 * i + 1] - std::sin(angle))) < 1e-7);
+    }
+  }
+}
+
+TEST_CASE("RoPE factors divide frequencies, and pairs turn as told") {
+  Config c = tiny::config();
+  c.rope_dims = 4;
+  c.rope_base = 100.0;
+  const std::vector<float> factors = {1.0f, 4.0f};
+  const std::vector<double> frequencies = rope_frequencies(c, factors);
+  CHECK(frequencies[0] == doctest::Approx(1.0));
+  CHECK(frequencies[1] == doctest::Approx(0.1 / 4));
+
+  const double quarter = std::numbers::pi / 2;
+  std::vector<float> table(4);
+  rope_table(std::vector<double>{quarter, 2 * quarter}, 1, table);
+  std::vector<float> head = {1, 2, 3, 4, 9};
+  rope_apply(head, table, RopePairing::Interleaved);  // (1, 2) by a quarter turn, (3, 4) by a half
+  const std::vector<float> interleaved = {-2, 1, -3, -4, 9};
+  for (std::size_t i = 0; i < 5; ++i) CHECK(head[i] == doctest::Approx(interleaved[i]));
+  head = {1, 2, 3, 4, 9};
+  rope_apply(head, table, RopePairing::Halves);  // (1, 3) by a quarter turn, (2, 4) by a half
+  const std::vector<float> halves = {-3, -2, 1, -4, 9};
+  for (std::size_t i = 0; i < 5; ++i) CHECK(head[i] == doctest::Approx(halves[i]));
+}
