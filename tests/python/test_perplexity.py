@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_llama import Array, reference_logits
-from tiny_chat_model import BOS, RANDOM, write_random
-
 import ringlm.perplexity
+from random_llama import Array, reference_logits
 from ringlm import InvalidArgument, Model
 from ringlm.perplexity import negative_log_likelihoods, perplexity
+from tiny_chat_model import BOS, RANDOM, write_random
 
 TEXT = bytes(np.random.default_rng(5).integers(32, 127, 150, dtype=np.uint8)).decode()
 

@@ -67,6 +67,7 @@ def run_command(
                 stop=stop,
                 max_tokens=max_tokens,
                 sampling=sampling,
+                continuation=True,
             )
             answer = _generate(pieces, echo=not as_json)
             stats = session.stats
