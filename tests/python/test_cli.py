@@ -92,6 +92,8 @@ def test_run_reads_the_prompt_from_a_pipe(ringlm: Command, models: Models) -> No
     assert ringlm("run", models.chain, "-n", "2", "-p", "m", stdin=b"abc").out == "no\n"
     done = ringlm("run", models.chain, stdin=None)
     assert (done.code, done.out) == (2, "") and "there is no prompt" in done.err
+    done = ringlm("run", models.chain, stdin=b"\n")
+    assert (done.code, done.out) == (1, "") and "the prompt is empty" in done.err
     done = ringlm("run", models.chain, stdin=b"ab\xffc")
     assert done.code == 1 and "stdin is not UTF-8 text: byte 2 is 0xff" in done.err
 
