@@ -5,8 +5,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "ringlm/error.h"
@@ -16,9 +20,6 @@ namespace py = pybind11;
 namespace ringlm::bindings {
 namespace {
 
-using Tokens = py::array_t<std::int32_t, py::array::c_style>;
-using Logits = py::array_t<float, py::array::c_style>;
-
 KvFormat kv_format(const std::string& name) {
   if (name == "f32") return KvFormat::F32;
   if (name == "f16") return KvFormat::F16;
@@ -27,51 +28,111 @@ KvFormat kv_format(const std::string& name) {
 
 const char* kv_name(KvFormat format) { return format == KvFormat::F32 ? "f32" : "f16"; }
 
-std::span<float> writable(std::optional<Logits>& out) {
-  if (!out) return {};
-  return {out->mutable_data(), static_cast<std::size_t>(out->size())};
+// Where logits go: nowhere for None, else a contiguous float32 array of exactly this shape. Never a copy,
+// which would be filled in vain.
+std::span<float> writable(const py::object& out, const std::vector<py::ssize_t>& shape) {
+  if (out.is_none()) return {};
+  if (!py::isinstance<py::array>(out)) {
+    throw py::type_error("out is of type " + std::string(Py_TYPE(out.ptr())->tp_name) +
+                         "; expected a numpy array of float32");
+  }
+  auto array = py::reinterpret_borrow<py::array>(out);
+  const auto refuse = [&](const std::string& found) {
+    throw InvalidArgument("out is " + found + "; expected a writable C-contiguous array of float32 " +
+                          py::str(py::tuple(py::cast(shape))).cast<std::string>());
+  };
+  if (!array.dtype().equal(py::dtype::of<float>()))
+    refuse("of " + py::str(array.dtype()).cast<std::string>());
+  if (!std::equal(shape.begin(), shape.end(), array.shape(), array.shape() + array.ndim()))
+    refuse("of shape " + py::str(array.attr("shape")).cast<std::string>());
+  if (!(array.flags() & py::array::c_style)) refuse("not contiguous");
+  if (!array.writeable()) refuse("read-only");
+  if (reinterpret_cast<std::uintptr_t>(array.data()) % alignof(float) != 0) refuse("not aligned");
+  return {static_cast<float*>(array.mutable_data()), static_cast<std::size_t>(array.size())};
 }
 
-// Copies the last logits out, if somebody asked for them.
+// The session compares with the vocabulary; here the number must only survive the narrowing.
+std::int32_t token_id(const py::handle& token) {
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(token.ptr()));
+  if (!number) throw py::error_already_set();
+  int overflow = 0;
+  const long long id = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow || id != static_cast<std::int32_t>(id)) {
+    throw InvalidArgument("token id " + py::str(number).cast<std::string>() + " does not fit 32 bits");
+  }
+  return static_cast<std::int32_t>(id);
+}
+
+// Ids from an integer array [n_tokens] (int32 without a copy) or from a sequence of integers.
+class Tokens {
+ public:
+  explicit Tokens(const py::object& source) {
+    if (py::isinstance<py::array>(source)) {
+      const auto array = py::reinterpret_borrow<py::array>(source);
+      if (array.ndim() != 1) {
+        throw InvalidArgument("tokens have " + std::to_string(array.ndim()) + " dimensions; expected one");
+      }
+      if (const char kind = array.dtype().kind(); kind != 'i' && kind != 'u') {
+        throw py::type_error("tokens are an array of " + py::str(array.dtype()).cast<std::string>() +
+                             "; expected integers");
+      }
+      if (array.dtype().equal(py::dtype::of<std::int32_t>())) {
+        array_ = py::array_t<std::int32_t, py::array::c_style>::ensure(array);
+        if (!*array_) throw py::error_already_set();
+        return;
+      }
+    } else if (!py::isinstance<py::sequence>(source) || py::isinstance<py::str>(source) ||
+               py::isinstance<py::bytes>(source)) {
+      throw py::type_error("tokens are of type " + std::string(Py_TYPE(source.ptr())->tp_name) +
+                           "; expected a sequence of integers");
+    }
+    for (const py::handle item : source) list_.push_back(token_id(item));
+  }
+
+  std::span<const std::int32_t> ids() const {
+    if (!array_) return list_;
+    return {array_->data(), static_cast<std::size_t>(array_->size())};
+  }
+
+ private:
+  std::optional<py::array_t<std::int32_t, py::array::c_style>> array_;
+  std::vector<std::int32_t> list_;
+};
+
+void hear_signals() {
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+std::vector<py::ssize_t> row_shape(const Session& s) { return {s.model()->config().n_vocab}; }
+
 void fill(const Session& s, std::span<float> out) {
-  if (out.empty()) return;
-  const std::span<const float> logits = s.logits();
-  if (out.size() != logits.size()) {
-    throw InvalidArgument("out has " + std::to_string(out.size()) +
-                          " elements; expected n_vocab = " + std::to_string(logits.size()));
-  }
-  std::copy(logits.begin(), logits.end(), out.begin());
+  if (!out.empty()) std::ranges::copy(s.logits(), out.begin());
 }
 
-void check_size(const Session& s, std::span<float> out) {
-  const auto n = static_cast<std::size_t>(s.model()->config().n_vocab);
-  if (!out.empty() && out.size() != n) {
-    throw InvalidArgument("out has " + std::to_string(out.size()) +
-                          " elements; expected n_vocab = " + std::to_string(n));
-  }
-}
-
-void prefill(Session& s, const Tokens& tokens, std::optional<Logits> out, bool all_logits,
+void prefill(Session& s, const py::object& tokens, const py::object& out, bool all_logits,
              const py::object& progress) {
-  const std::span<const std::int32_t> ids(tokens.data(), static_cast<std::size_t>(tokens.size()));
-  const std::span<float> logits = writable(out);
-  if (!all_logits) check_size(s, logits);
-  // Behind every chunk: Ctrl-C is heard, and whoever watches is told. What is raised there ends the prefill.
+  const Tokens source(tokens);
+  const std::span<const std::int32_t> ids = source.ids();
+  std::vector<py::ssize_t> shape = row_shape(s);
+  if (all_logits) shape.insert(shape.begin(), static_cast<py::ssize_t>(ids.size()));
+  if (all_logits && out.is_none()) throw InvalidArgument("all_logits needs an array `out` to write to");
+  const std::span<float> logits = writable(out, shape);
   const auto between_chunks = [&](std::size_t done, std::size_t total) {
     py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (!progress.is_none()) progress(done, total);
+    hear_signals();
+    progress(done, total);
   };
   py::gil_scoped_release release;
-  s.prefill(ids, all_logits ? logits : std::span<float>{}, between_chunks);
+  s.prefill(ids, all_logits ? logits : std::span<float>{},
+            progress.is_none() ? Session::Progress{} : Session::Progress(between_chunks));
   if (!all_logits) fill(s, logits);
 }
 
-void decode(Session& s, std::int32_t token, std::optional<Logits> out) {
-  const std::span<float> logits = writable(out);
-  check_size(s, logits);
+void decode(Session& s, const py::object& token, const py::object& out) {
+  const std::int32_t id = token_id(token);
+  const std::span<float> logits = writable(out, row_shape(s));
   py::gil_scoped_release release;
-  s.decode(token);
+  s.decode(id);
   fill(s, logits);
 }
 
@@ -82,23 +143,34 @@ void bind_session(py::module_& m) {
   py::class_<Session>(m, "Session")
       .def(py::init([](const ModelHandle& model, std::int64_t n_ctx, const std::string& k,
                        const std::string& v, std::int32_t chunk) {
-             const SessionOptions options{n_ctx, chunk, kv_format(k), kv_format(v)};
+             const auto poll = [] {
+               py::gil_scoped_acquire gil;
+               hear_signals();
+             };
+             const SessionOptions options{n_ctx, chunk, kv_format(k), kv_format(v), poll};
              const std::shared_ptr<const Model> shared = model.get();
              py::gil_scoped_release release;
              return std::make_unique<Session>(shared, options);
            }),
            py::arg("model"), py::arg("n_ctx") = 0, py::arg("kv_k") = "f16", py::arg("kv_v") = "f16",
            py::arg("chunk") = 128)
-      .def("prefill", &prefill, py::arg("tokens"), py::arg("out").noconvert() = py::none(), py::arg("all_logits") = false,
+      .def("prefill", &prefill, py::arg("tokens"), py::arg("out") = py::none(), py::arg("all_logits") = false,
            py::arg("progress") = py::none())
-      .def("decode", &decode, py::arg("token"), py::arg("out").noconvert() = py::none())
+      .def("decode", &decode, py::arg("token"), py::arg("out") = py::none())
       .def(
           "sample",
           [](const Session& s, PySampler& sampler) {
             return sampler.exclusively([&](Sampler& one) { return s.sample(one); });
           },
           py::arg("sampler"))
-      .def("log_probability", &Session::log_probability, py::arg("id"), Release())
+      .def(
+          "log_probability",
+          [](const Session& s, const py::object& token) {
+            const std::int32_t id = token_id(token);
+            py::gil_scoped_release release;
+            return s.log_probability(id);
+          },
+          py::arg("id"))
       .def(
           "top_log_probabilities",
           [](const Session& s, std::int32_t k) {

@@ -1,5 +1,9 @@
 #include "cpu/kernels.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -10,6 +14,14 @@
 namespace ringlm::cpu {
 namespace {
 
+#if defined(__x86_64__)
+// clang 14's __builtin_cpu_supports does not know the name.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 // Fastest first.
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> sets;
@@ -18,7 +30,7 @@ std::vector<const Kernels*> runnable() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     sets.push_back(&kAvx512);
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&kAvx2);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) sets.push_back(&kAvx2);
 #endif
   sets.push_back(&kGeneric);
   return sets;

@@ -5,13 +5,21 @@
 
 #include "cpu/kernels.h"
 #include "cpu/simd.h"
+#include "cpu/weights.h"
 #include "gguf/blocks.h"
 
 namespace ringlm::cpu {
 namespace {
 
 void dequantize_row(gguf::DType type, const std::uint8_t* row, float* y, std::int32_t n) {
-  blocks::row_function(type)(row, y, static_cast<std::size_t>(n));
+  const bool done = with_quantized(type, [=](auto weights) {
+    for (std::int32_t i = 0; i < n / 32; ++i) {
+      const f32x32 w = weights.at(row, i);
+      store(y + 32 * i, w.lo);
+      store(y + 32 * i + kLanes, w.hi);
+    }
+  });
+  if (!done) blocks::row_function(type)(row, y, static_cast<std::size_t>(n));
 }
 
 // R rows times T tokens. Every output has one vector of partial sums, k ascending, then the lanes are folded
@@ -40,17 +48,19 @@ void block(const float* const (&w)[kRowTile], const float* x, std::int32_t cols,
   }
 }
 
+void write(const MatmulArgs& a, std::int32_t row, std::int32_t token, float sum) {
+  float& y = a.y[token * a.ldy + row];
+  const float value = a.bias ? sum + a.bias[row] : sum;
+  y = a.add ? y + value : value;
+}
+
 template <int R, int T>
 void block_into(const MatmulArgs& a, const float* const (&w)[kRowTile], std::int32_t row,
                 std::int32_t token) {
   float out[R][T];
   block<R, T>(w, a.x + static_cast<std::int64_t>(token) * a.cols, a.cols, out);
   for (int t = 0; t < T; ++t) {
-    float* y = a.y + (token + t) * a.ldy + row;
-    for (int r = 0; r < R; ++r) {
-      const float value = a.bias ? out[r][t] + a.bias[row + r] : out[r][t];
-      y[r] = a.add ? y[r] + value : value;
-    }
+    for (int r = 0; r < R; ++r) write(a, row + r, token + t, out[r][t]);
   }
 }
 
@@ -68,8 +78,32 @@ void rows_into(const MatmulArgs& a, std::int32_t row, float* scratch) {
   for (; t < a.n_tokens; ++t) block_into<R, 1>(a, w, row, t);
 }
 
+// R quantized rows times one token, without a detour over memory.
+template <int R, class W>
+void one_token(const MatmulArgs& a, W weights, std::int32_t row) {
+  f32x16 acc[R];
+  const std::uint8_t* w[R];
+  for (int r = 0; r < R; ++r) {
+    acc[r] = set1(0.0f);
+    w[r] = a.weights + static_cast<std::size_t>(row + r) * a.row_bytes;
+  }
+  for (std::int32_t i = 0; i < a.cols / 32; ++i) {
+    const f32x16 lo = load(a.x + 32 * i), hi = load(a.x + 32 * i + kLanes);
+    for (int r = 0; r < R; ++r) {
+      const f32x32 wi = weights.at(w[r], i);
+      acc[r] = fma(wi.hi, hi, fma(wi.lo, lo, acc[r]));
+    }
+  }
+  for (int r = 0; r < R; ++r) write(a, row + r, 0, reduce_add(acc[r]));
+}
+
 void matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end, float* scratch) {
   std::int32_t row = begin;
+  const bool done = a.n_tokens == 1 && with_quantized(a.type, [&](auto weights) {
+                      for (; row + kRowTile <= end; row += kRowTile) one_token<kRowTile>(a, weights, row);
+                      for (; row < end; ++row) one_token<1>(a, weights, row);
+                    });
+  if (done) return;
   for (; row + kRowTile <= end; row += kRowTile) rows_into<kRowTile>(a, row, scratch);
   for (; row < end; ++row) rows_into<1>(a, row, scratch);
 }

@@ -1,4 +1,5 @@
-// Sixteen floats, on every instruction set: one AVX-512 register, two of AVX, four of NEON, or an array.
+// Sixteen floats, and sixteen bytes, on every instruction set: for the floats one AVX-512 register, two of
+// AVX, four of NEON, or an array.
 //
 // The lanes mean the same everywhere and multiply-add is written out, so that the order of every sum is fixed
 // by the code that uses it. Internal linkage: each instruction set's translation unit has its own.
@@ -19,6 +20,28 @@ namespace ringlm::cpu {
 namespace {
 
 constexpr int kLanes = 16;
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+// Sixteen bytes.
+struct u8x16 {
+  __m128i v;
+};
+inline u8x16 load_u8(const std::uint8_t* p) { return {_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))}; }
+inline u8x16 set1_u8(int x) { return {_mm_set1_epi8(static_cast<char>(x))}; }
+inline u8x16 operator&(u8x16 a, u8x16 b) { return {_mm_and_si128(a.v, b.v)}; }
+inline u8x16 operator|(u8x16 a, u8x16 b) { return {_mm_or_si128(a.v, b.v)}; }
+inline u8x16 shift_right(u8x16 a, int n) {
+  return {_mm_srl_epi16(a.v, _mm_cvtsi32_si128(n))};
+}  // across byte borders: mask the result
+inline u8x16 shift_left(u8x16 a, int n) { return {_mm_sll_epi16(a.v, _mm_cvtsi32_si128(n))}; }
+// Byte j is 0xff where bit j is set, else 0.
+inline u8x16 bits_to_masks(std::uint32_t bits) {
+  const __m128i spread =
+      _mm_shuffle_epi8(_mm_cvtsi32_si128(static_cast<int>(bits)), _mm_set_epi64x(0x0101010101010101, 0));
+  const __m128i one = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+  return {_mm_cmpeq_epi8(_mm_and_si128(spread, one), one)};
+}
+#endif
 
 #if defined(__AVX512F__)
 
@@ -48,6 +71,9 @@ inline f32x16 exp2_integer(f32x16 n) {
 inline f32x16 load_f16(const std::uint8_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+
+inline f32x16 to_f32(u8x16 a) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(a.v))}; }
+inline f32x16 signed_to_f32(u8x16 a) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a.v))}; }
 
 #elif defined(__AVX2__)
 
@@ -86,6 +112,15 @@ inline f32x16 load_f16(const std::uint8_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));
   };
   return {half(p), half(p + 16)};
+}
+
+inline f32x16 to_f32(u8x16 a) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(a.v)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(a.v, 8)))};
+}
+inline f32x16 signed_to_f32(u8x16 a) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(a.v)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(a.v, 8)))};
 }
 
 #elif defined(__aarch64__)
@@ -137,6 +172,34 @@ inline f32x16 exp2_integer(f32x16 n) {
 }
 inline f32x16 load_f16(const std::uint8_t* p) {
   return each([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))); });
+}
+
+struct u8x16 {
+  uint8x16_t v;
+};
+inline u8x16 load_u8(const std::uint8_t* p) { return {vld1q_u8(p)}; }
+inline u8x16 set1_u8(int x) { return {vdupq_n_u8(static_cast<std::uint8_t>(x))}; }
+inline u8x16 operator&(u8x16 a, u8x16 b) { return {vandq_u8(a.v, b.v)}; }
+inline u8x16 operator|(u8x16 a, u8x16 b) { return {vorrq_u8(a.v, b.v)}; }
+inline u8x16 shift_right(u8x16 a, int n) { return {vshlq_u8(a.v, vdupq_n_s8(static_cast<std::int8_t>(-n)))}; }
+inline u8x16 shift_left(u8x16 a, int n) { return {vshlq_u8(a.v, vdupq_n_s8(static_cast<std::int8_t>(n)))}; }
+inline u8x16 bits_to_masks(std::uint32_t bits) {
+  const uint8x8_t one = vcreate_u8(0x8040201008040201ull);
+  const auto half = [&](std::uint32_t b) { return vtst_u8(vdup_n_u8(static_cast<std::uint8_t>(b)), one); };
+  return {vcombine_u8(half(bits), half(bits >> 8))};
+}
+inline f32x16 to_f32(u8x16 a) {
+  return each([=](int i) {
+    const uint16x8_t wide = i < 2 ? vmovl_u8(vget_low_u8(a.v)) : vmovl_u8(vget_high_u8(a.v));
+    return vcvtq_f32_u32(vmovl_u16(i % 2 == 0 ? vget_low_u16(wide) : vget_high_u16(wide)));
+  });
+}
+inline f32x16 signed_to_f32(u8x16 a) {
+  const int8x16_t s = vreinterpretq_s8_u8(a.v);
+  return each([=](int i) {
+    const int16x8_t wide = i < 2 ? vmovl_s8(vget_low_s8(s)) : vmovl_s8(vget_high_s8(s));
+    return vcvtq_f32_s32(vmovl_s16(i % 2 == 0 ? vget_low_s16(wide) : vget_high_s16(wide)));
+  });
 }
 
 #else
@@ -194,6 +257,43 @@ inline f32x16 load_f16(const std::uint8_t* p) {
     std::memcpy(&h, p + 2 * i, sizeof h);
     return f16_to_f32(h);
   });
+}
+
+struct u8x16 {
+  std::uint8_t v[kLanes];
+};
+template <class F>
+inline u8x16 each_u8(F f) {
+  u8x16 r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<std::uint8_t>(f(i));
+  return r;
+}
+inline u8x16 load_u8(const std::uint8_t* p) {
+  return each_u8([=](int i) { return p[i]; });
+}
+inline u8x16 set1_u8(int x) {
+  return each_u8([=](int) { return x; });
+}
+inline u8x16 operator&(u8x16 a, u8x16 b) {
+  return each_u8([&](int i) { return a.v[i] & b.v[i]; });
+}
+inline u8x16 operator|(u8x16 a, u8x16 b) {
+  return each_u8([&](int i) { return a.v[i] | b.v[i]; });
+}
+inline u8x16 shift_right(u8x16 a, int n) {
+  return each_u8([&](int i) { return a.v[i] >> n; });
+}
+inline u8x16 shift_left(u8x16 a, int n) {
+  return each_u8([&](int i) { return a.v[i] << n; });
+}
+inline u8x16 bits_to_masks(std::uint32_t bits) {
+  return each_u8([=](int i) { return 0u - ((bits >> i) & 1u); });
+}
+inline f32x16 to_f32(u8x16 a) {
+  return each([&](int i) { return static_cast<float>(a.v[i]); });
+}
+inline f32x16 signed_to_f32(u8x16 a) {
+  return each([&](int i) { return static_cast<float>(static_cast<std::int8_t>(a.v[i])); });
 }
 
 #endif

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <string>
 #include <system_error>
 
+#include "kv/cgroup.h"
 #include "ringlm/error.h"
 
 namespace ringlm::cpu {
@@ -26,8 +26,7 @@ constexpr int kSpins = 4000;  // about 50 microseconds
 constexpr int kYields = 200;
 
 // Returns when `value` is no longer `old`.
-template <class T>
-void wait_for_change(const std::atomic<T>& value, T old) {
+void wait_for_change(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
   for (int i = 0; i < kSpins; ++i) {
     if (value.load(std::memory_order_acquire) != old) return;
     pause();
@@ -39,6 +38,13 @@ void wait_for_change(const std::atomic<T>& value, T old) {
   value.wait(old, std::memory_order_acquire);
 }
 
+// The addition is sequentially consistent, and not merely a release, because notify_all() looks for sleepers
+// with a plain load: were that to overtake the store, a thread could go to sleep in between and stay asleep.
+void announce(std::atomic<std::uint32_t>& value) {
+  value.fetch_add(1);
+  value.notify_all();
+}
+
 int affinity_count() {
   ::cpu_set_t set;
   CPU_ZERO(&set);
@@ -46,39 +52,31 @@ int affinity_count() {
   return static_cast<int>(std::thread::hardware_concurrency());  // more cores than the mask holds
 }
 
-// "quota period" in microseconds, or "max period".
-int cgroup_quota() {
-  std::ifstream in("/sys/fs/cgroup/cpu.max");
-  double quota = 0, period = 0;
-  if (in >> quota >> period && quota > 0 && period > 0)
-    return std::max(1, static_cast<int>(std::lround(quota / period)));
-  return 1 << 16;
-}
-
 }  // namespace
 
-int default_thread_count() { return std::clamp(std::min(affinity_count(), cgroup_quota()), 1, 256); }
+int default_thread_count() {
+  const double quota = std::round(kv::cgroup_cpus().value_or(256.0));
+  return std::clamp(static_cast<int>(std::min<double>(affinity_count(), quota)), 1, 256);
+}
 
 Team::Team(int n_threads) : size_(n_threads), owner_(::getpid()), threads_(new std::vector<std::thread>) {
   try {
     for (int i = 1; i < size_; ++i) threads_->emplace_back([this, i] { work(i); });
   } catch (const std::system_error& e) {
     const std::size_t started = threads_->size() + 1;
-    stop_ = true;
-    generation_.fetch_add(1, std::memory_order_release);
-    generation_.notify_all();
-    for (std::thread& t : *threads_) t.join();
-    delete threads_;
+    join();
     throw DeviceError("the system started only " + std::to_string(started) + " of " + std::to_string(size_) +
                       " threads (" + e.what() + "); ask for fewer");
   }
 }
 
 Team::~Team() {
-  if (::getpid() != owner_) return;
+  if (::getpid() == owner_) join();
+}
+
+void Team::join() {
   stop_ = true;
-  generation_.fetch_add(1, std::memory_order_release);
-  generation_.notify_all();
+  announce(generation_);
   for (std::thread& t : *threads_) t.join();
   delete threads_;
 }
@@ -87,8 +85,7 @@ void Team::dispatch(Call call, void* body) {
   if (size_ > 1) {
     call_ = call;
     body_ = body;
-    generation_.fetch_add(1, std::memory_order_release);
-    generation_.notify_all();
+    announce(generation_);
   }
   call(body, 0);
   barrier();
@@ -110,8 +107,7 @@ void Team::barrier() {
   const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
-    phase_.notify_all();
+    announce(phase_);
   } else {
     wait_for_change(phase_, phase);
   }

@@ -50,6 +50,7 @@ class Team {
   using Call = void (*)(void* body, int thread);
   void dispatch(Call call, void* body);
   void work(int thread);
+  void join();
 
   const int size_;
   const ::pid_t owner_;  // threads do not survive a fork; a child must not wait for them

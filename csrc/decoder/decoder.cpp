@@ -1,7 +1,8 @@
 #include "decoder/decoder.h"
 
-#include <bit>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "model/rope.h"
@@ -10,18 +11,34 @@
 namespace ringlm {
 namespace {
 
-bool all_finite(std::span<const float> x) {
-  constexpr std::uint32_t exponent = 0x7f800000u;  // all ones in infinities and NaN alone
-  std::uint32_t bad = 0;
-  for (const float v : x) bad |= (std::bit_cast<std::uint32_t>(v) & exponent) == exponent ? 1u : 0u;
+// Whether all magnitudes are at most `largest`; NaN is not.
+bool all_within(std::span<const float> x, float largest) {
+  unsigned bad = 0;
+  for (const float v : x) bad |= std::fabs(v) <= largest ? 0u : 1u;
   return bad == 0;
 }
 
-// `after(layer, operation, values)` is called behind every operation that produces numbers; it is empty in
-// a normal step and looks for the first non-finite value when one has been found at the end.
+bool all_finite(std::span<const float> x) { return all_within(x, std::numeric_limits<float>::max()); }
+
+// From 65520 on, rounding to nearest gives infinity.
+float largest(KvFormat format) {
+  return format == KvFormat::F16 ? std::nextafter(65520.0f, 0.0f) : std::numeric_limits<float>::max();
+}
+
+// The layer that `net.ops` is at, for messages.
+struct Place {
+  std::int32_t layer = -1;
+  const char* operation = "embed";
+};
+
+// `after(place, values)` is called behind every operation that produces numbers; it is empty in a normal step
+// and looks for the first non-finite value when one has been found.
+//
+// Keys and values are always looked at: an infinite key can give a query the score -infinity, which hides
+// it from this step and from its logits, but not from later ones. Returns false when one does not fit.
 template <class After>
-void forward(const Network& net, const Step& s, std::span<float> logits, const std::atomic<bool>& cancel,
-             After after) {
+bool forward(const Network& net, const Step& s, std::span<float> logits,
+             const std::function<void()>& before_layer, After after) {
   const Config& c = net.config;
   const std::size_t M = s.rows.size();
   const auto head = [M](std::span<float> buffer, std::int64_t width) {
@@ -34,49 +51,62 @@ void forward(const Network& net, const Step& s, std::span<float> logits, const s
   }
 
   net.ops.embed(c, net.weights, s);
-  after(-1, "embed", head(s.a.x, c.n_embd));
+  after(Place{}, head(s.a.x, c.n_embd));
   for (std::int32_t layer = 0; layer < c.n_layer; ++layer) {
-    if (cancel.load(std::memory_order_relaxed)) throw Cancelled("the step was cancelled", 0);
+    if (before_layer) before_layer();
     const LayerWeights& w = net.weights.layers[static_cast<std::size_t>(layer)];
 
     net.ops.norm_qkv(c, w, s);
-    after(layer, "norm_qkv", head(s.a.q, c.q_dim()));
-    after(layer, "norm_qkv", head(s.a.k, c.kv_dim()));
-    after(layer, "norm_qkv", head(s.a.v, c.kv_dim()));
+    after(Place{layer, "norm_qkv"}, head(s.a.q, c.q_dim()));
+    after(Place{layer, "norm_qkv"}, head(s.a.k, c.kv_dim()));
+    after(Place{layer, "norm_qkv"}, head(s.a.v, c.kv_dim()));
     net.ops.rope_append(c, layer, s);
+    const kv::Layout& l = s.rows.front().kv->layout();
+    if (!all_within(head(s.a.k, c.kv_dim()), largest(l.k_format)) ||
+        !all_within(head(s.a.v, c.kv_dim()), largest(l.v_format))) {
+      return false;
+    }
     net.ops.attend(c, layer, s);
-    after(layer, "attend", head(s.a.att, c.q_dim()));
+    after(Place{layer, "attend"}, head(s.a.att, c.q_dim()));
     net.ops.out_residual(c, w, s);
-    after(layer, "out_residual", head(s.a.x, c.n_embd));
+    after(Place{layer, "out_residual"}, head(s.a.x, c.n_embd));
     net.ops.norm_gate_up(c, w, s);
-    after(layer, "norm_gate_up", head(s.a.gate, c.n_ff));
+    after(Place{layer, "norm_gate_up"}, head(s.a.gate, c.n_ff));
     net.ops.down_residual(c, w, s);
-    after(layer, "down_residual", head(s.a.x, c.n_embd));
+    after(Place{layer, "down_residual"}, head(s.a.x, c.n_embd));
   }
   if (!logits.empty()) net.ops.norm_head(c, net.weights, s, logits);
+  return true;
 }
 
 // Runs the step once more, looking behind every operation.
 [[noreturn]] void name_the_layer(const Network& net, const Step& s) {
-  const std::atomic<bool> never{false};
-  forward(net, s, {}, never, [](std::int32_t layer, const char* operation, std::span<const float> values) {
+  Place last;
+  const bool fits = forward(net, s, {}, {}, [&](Place place, std::span<const float> values) {
+    last = place;
     if (all_finite(values)) return;
-    const std::string where =
-        layer < 0 ? "the embedding" : "layer " + std::to_string(layer) + " (" + operation + ")";
-    throw NumericError("NaN or infinity first appears in " + where +
-                       ": the weights there are damaged, or the activations exceed the range of the K/V "
-                       "format (try kv=\"f32\")");
+    throw NumericError("NaN or infinity first appears in " +
+                       (place.layer < 0
+                            ? std::string("the embedding")
+                            : "layer " + std::to_string(place.layer) + " (" + place.operation + ")") +
+                       ": the weights there are damaged");
   });
+  if (!fits) {
+    throw NumericError("a key or value in layer " + std::to_string(last.layer) +
+                       " exceeds the range of the cache's format (65504 for f16): open the session with "
+                       "kv=\"f32\"");
+  }
   throw NumericError(
       "NaN or infinity first appears in the logits (norm_head): the output weights are damaged");
 }
 
 }  // namespace
 
-void run_step(const Network& net, const Step& s, std::span<float> logits, const std::atomic<bool>& cancel) {
-  forward(net, s, logits, cancel, [](std::int32_t, const char*, std::span<const float>) {});
+void run_step(const Network& net, const Step& s, std::span<float> logits,
+              const std::function<void()>& before_layer) {
+  const bool fits = forward(net, s, logits, before_layer, [](Place, std::span<const float>) {});
   const std::size_t n = s.rows.size() * static_cast<std::size_t>(net.config.n_embd);
-  if (!all_finite(s.a.x.first(n)) || !all_finite(logits)) name_the_layer(net, s);
+  if (!fits || !all_finite(s.a.x.first(n)) || !all_finite(logits)) name_the_layer(net, s);
 }
 
 }  // namespace ringlm

@@ -38,8 +38,10 @@ std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, cons
   return std::shared_ptr<const Model>(new Model(std::move(parts)));
 }
 
+bool Model::Parts::in_this_process() const { return ::getpid() == owner; }
+
 void Model::Parts::check_process() const {
-  if (::getpid() == owner) return;
+  if (in_this_process()) return;
   throw StateError("the model was opened in process " + std::to_string(owner) +
                    " and its threads did not follow into process " + std::to_string(::getpid()) +
                    ", made by fork(): open the model again in the child, or start it with 'spawn'");

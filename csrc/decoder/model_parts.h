@@ -20,6 +20,7 @@ struct Model::Parts {
   std::unique_ptr<Ops> ops;
   ::pid_t owner;  // the process whose threads compute
 
+  bool in_this_process() const;
   // Throws StateError in a child of fork(), into which the threads did not follow.
   void check_process() const;
 };

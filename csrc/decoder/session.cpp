@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,7 +22,8 @@ std::int64_t choose_n_ctx(const Config& c, std::int64_t wanted) {
   if (wanted == 0) return std::min<std::int64_t>(4096, trained);
   if (wanted < 0 || wanted > trained) {
     throw InvalidArgument("n_ctx is " + std::to_string(wanted) + "; expected 1 to " +
-                          std::to_string(trained) + ", the length that the model was trained for");
+                          std::to_string(trained) + ", the length that the model was trained for" +
+                          (c.rope_factor > 1.0 ? " times its RoPE scaling" : "") + ", or 0 for the default");
   }
   return wanted;
 }
@@ -69,24 +72,55 @@ std::size_t buffer_bytes(const Config& c, const Ops& ops, const SessionOptions& 
   return measure.used();
 }
 
+kv::Layout layout(const Config& c, const SessionOptions& o) {
+  return {c.n_layer, c.n_head_kv, c.head_dim, o.n_ctx, o.k_format, o.v_format};
+}
+
+std::size_t session_bytes(const Config& c, const Ops& ops, const SessionOptions& o) {
+  return layout(c, o).nbytes() + buffer_bytes(c, ops, o) + size(o.n_ctx) * sizeof(std::int32_t) +
+         size(o.chunk) * sizeof(Row);
+}
+
+// Counts everything before anything is taken.
+void check_memory(const Config& c, const Ops& ops, const SessionOptions& o) {
+  const std::size_t there = kv::available_memory();
+  const std::size_t needed = session_bytes(c, ops, o);
+  if (needed <= there) return;
+  const auto fits = [&](std::int64_t n_ctx) {
+    SessionOptions smaller = o;
+    smaller.n_ctx = n_ctx;
+    smaller.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(o.chunk, n_ctx));
+    return session_bytes(c, ops, smaller) <= there;
+  };
+  std::int64_t most = 0;  // the largest n_ctx that fits
+  for (std::int64_t step = o.n_ctx; step > 0; step /= 2) {
+    while (most + step < o.n_ctx && fits(most + step)) most += step;
+  }
+  throw OutOfMemory("a session of n_ctx = " + std::to_string(o.n_ctx) + " needs " + kv::format_bytes(needed) +
+                    ", " + kv::format_bytes(layout(c, o).nbytes()) + " of it for keys and values, but only " +
+                    kv::format_bytes(there) + " is available; " +
+                    (most > 0 ? "n_ctx = " + std::to_string(most) + " would fit"
+                              : std::string("not even n_ctx = 1 would fit")));
+}
+
 }  // namespace
 
 struct Session::Impl {
-  Impl(std::shared_ptr<const Model> m, const SessionOptions& o)
-      : model(std::move(m)), options(o), memory(std::make_unique<Memory>(*model, o)) {
+  Impl(std::shared_ptr<const Model> m, const SessionOptions& o) : model(std::move(m)), options(o) {
+    const Model::Parts& p = model->parts();
+    check_memory(p.config, *p.ops, o);
+    memory = std::make_unique<Memory>(p.config, *p.ops, o);
     ids.resize(size(o.n_ctx));
     rows.reserve(size(o.chunk));
+    nbytes = session_bytes(p.config, *p.ops, o);
   }
 
   // What close() gives back.
   struct Memory {
-    Memory(const Model& m, const SessionOptions& o)
-        : cache({m.config().n_layer, m.config().n_head_kv, m.config().head_dim, o.n_ctx, o.k_format,
-                 o.v_format}),
-          region(buffer_bytes(m.config(), *m.parts().ops, o), "the activations of a session",
-                 "a smaller chunk takes less") {
+    Memory(const Config& c, const Ops& ops, const SessionOptions& o)
+        : cache(layout(c, o)), region(buffer_bytes(c, ops, o), "the activations of a session") {
       Carver carver(region.bytes());
-      buffers = carve(carver, m.config(), *m.parts().ops, o);
+      buffers = carve(carver, c, ops, o);
     }
     kv::Cache cache;
     kv::Region region;
@@ -96,6 +130,9 @@ struct Session::Impl {
   std::shared_ptr<const Model> model;
   SessionOptions options;  // defaults filled in
   std::unique_ptr<Memory> memory;
+  std::size_t nbytes = 0;  // of everything
+  // The text so far. A step or rewind changes both under the mutex, so that tokens() may read at any time.
+  mutable std::mutex text;
   std::vector<std::int32_t> ids;  // [n_ctx]; those before `position` are in the cache
   std::atomic<std::int64_t> position{0};
   std::vector<Row> rows;  // of the step that runs
@@ -103,15 +140,29 @@ struct Session::Impl {
   std::atomic<bool> cancelled{false};
   std::atomic<bool> busy{false};
   std::atomic<bool> closed{false};
+  std::chrono::steady_clock::time_point polled{};
+  const std::function<void()> before_layer = [this] {
+    if (cancelled.load(std::memory_order_relaxed)) throw Cancelled("the step was cancelled", 0);
+    if (!options.poll) return;
+    if (const auto now = std::chrono::steady_clock::now(); now - polled >= std::chrono::milliseconds(50)) {
+      polled = now;
+      options.poll();
+    }
+  };
 
   // One user at a time, for the length of a call.
   class Use {
    public:
-    explicit Use(Impl& s) : s_(s) {
+    enum class Closed { Refused, Allowed };
+    explicit Use(Impl& s, Closed closed = Closed::Refused) : s_(s) {
       s.model->parts().check_process();
-      if (s.closed) throw StateError("the session is closed: open a new one with model.session()");
       if (s.busy.exchange(true, std::memory_order_acquire)) {
         throw StateError("the session is busy in another thread: give every thread a session of its own");
+      }
+      if (s.closed &&
+          closed == Closed::Refused) {  // looked at by the owner alone: nobody can close it from here on
+        s.busy.store(false, std::memory_order_release);
+        throw StateError("the session is closed: open a new one with model.session()");
       }
     }
     ~Use() { s_.busy.store(false, std::memory_order_release); }
@@ -144,14 +195,14 @@ struct Session::Impl {
   // One atomic step: at most `chunk` tokens; logits of the last ones into `out` [n, n_vocab], n may be 0.
   void step(std::span<const std::int32_t> tokens, std::span<float> out) {
     has_logits = false;
-    if (cancelled.load(std::memory_order_relaxed)) throw Cancelled("the step was cancelled", 0);
     const std::int64_t first = position;
     rows.clear();
     for (const std::int32_t token : tokens) {
       rows.push_back({token, first + static_cast<std::int64_t>(rows.size()), &memory->cache});
     }
     const Model::Parts& p = model->parts();
-    run_step({p.config, p.weights, p.rope_frequencies, *p.ops}, {rows, memory->buffers.a}, out, cancelled);
+    run_step({p.config, p.weights, p.rope_frequencies, *p.ops}, {rows, memory->buffers.a}, out, before_layer);
+    const std::lock_guard lock(text);
     std::copy(tokens.begin(), tokens.end(), ids.begin() + first);
     position = first + static_cast<std::int64_t>(tokens.size());
   }
@@ -254,8 +305,9 @@ void Session::rewind(std::int64_t n) {
                           std::to_string(s.position));
   }
   if (n == 0) return;
-  s.position -= n;
   s.has_logits = false;
+  const std::lock_guard lock(s.text);
+  s.position -= n;
 }
 
 void Session::cancel() noexcept { impl_->cancelled.store(true, std::memory_order_relaxed); }
@@ -263,28 +315,31 @@ void Session::cancel() noexcept { impl_->cancelled.store(true, std::memory_order
 void Session::close() {
   Impl& s = *impl_;
   if (s.closed) return;
-  const Impl::Use use(s);
+  if (!s.model->parts().in_this_process()) {  // a copy, that no step is running on
+    s.closed = true;
+    s.memory.reset();
+    return;
+  }
+  const Impl::Use use(s, Impl::Use::Closed::Allowed);
   s.closed = true;
   s.memory.reset();
 }
 
 bool Session::closed() const noexcept { return impl_->closed; }
 std::int64_t Session::position() const noexcept { return impl_->position; }
-std::span<const std::int32_t> Session::tokens() const noexcept {
-  return {impl_->ids.data(), size(impl_->position)};
+std::vector<std::int32_t> Session::tokens() const {
+  impl_->model->parts().check_process();  // another thread may have held the mutex when the process forked
+  const std::lock_guard lock(impl_->text);
+  return {impl_->ids.begin(), impl_->ids.begin() + impl_->position};
 }
 std::int64_t Session::n_ctx() const noexcept { return impl_->options.n_ctx; }
 std::int32_t Session::chunk() const noexcept { return impl_->options.chunk; }
 KvFormat Session::k_format() const noexcept { return impl_->options.k_format; }
 KvFormat Session::v_format() const noexcept { return impl_->options.v_format; }
 std::size_t Session::kv_bytes() const noexcept {
-  return impl_->closed ? 0 : impl_->memory->cache.layout().nbytes();
+  return impl_->closed ? 0 : layout(impl_->model->config(), impl_->options).nbytes();
 }
-std::size_t Session::nbytes() const noexcept {
-  if (impl_->closed) return 0;
-  return kv_bytes() + impl_->memory->region.bytes().size() + impl_->ids.capacity() * sizeof(std::int32_t) +
-         impl_->rows.capacity() * sizeof(Row);
-}
+std::size_t Session::nbytes() const noexcept { return impl_->closed ? 0 : impl_->nbytes; }
 const std::shared_ptr<const Model>& Session::model() const noexcept { return impl_->model; }
 
 }  // namespace ringlm

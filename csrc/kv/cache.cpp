@@ -1,21 +1,23 @@
 #include "kv/cache.h"
 
 #include <cstring>
+#include <limits>
 
 #include "gguf/half.h"
 
 namespace ringlm::kv {
-namespace {
-
-std::string advice(const Layout& l) {
-  const std::size_t row = l.nbytes() / static_cast<std::size_t>(l.capacity);
-  return "n_ctx up to about " + std::to_string(available_memory() / row) + " would fit";
+std::size_t Layout::nbytes() const {
+  const auto n = [](std::int64_t count) { return static_cast<std::size_t>(count); };
+  const std::size_t row = k_row_bytes() + v_row_bytes();
+  constexpr std::size_t most = std::numeric_limits<std::size_t>::max() / 4;
+  if (static_cast<double>(n_layer) * n_head_kv * static_cast<double>(capacity) * static_cast<double>(row) >=
+      static_cast<double>(most)) {
+    return most;
+  }
+  return n(n_layer) * n(n_head_kv) * n(capacity) * row;
 }
 
-}  // namespace
-
-Cache::Cache(const Layout& layout)
-    : layout_(layout), region_(layout.nbytes(), "the K/V cache", advice(layout)) {}
+Cache::Cache(const Layout& layout) : layout_(layout), region_(layout.nbytes(), "the K/V cache") {}
 
 void store_row(KvFormat format, const float* src, std::byte* dst, std::int32_t n) {
   if (format == KvFormat::F32) {

@@ -24,15 +24,12 @@ struct Layout {
 
   std::size_t k_row_bytes() const { return static_cast<std::size_t>(head_dim) * element_bytes(k_format); }
   std::size_t v_row_bytes() const { return static_cast<std::size_t>(head_dim) * element_bytes(v_format); }
-  std::size_t nbytes() const {
-    return static_cast<std::size_t>(n_layer) * static_cast<std::size_t>(n_head_kv) *
-           static_cast<std::size_t>(capacity) * (k_row_bytes() + v_row_bytes());
-  }
+  std::size_t nbytes() const;  // of all rows; a quarter of the address space when it is more than that
 };
 
 class Cache {
  public:
-  // Throws OutOfMemory when the rows do not fit into the memory that is available.
+  // Throws OutOfMemory when the system refuses.
   explicit Cache(const Layout& layout);
 
   const Layout& layout() const { return layout_; }

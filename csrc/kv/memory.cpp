@@ -6,23 +6,17 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <limits>
 #include <optional>
+#include <system_error>
 #include <utility>
 
+#include "kv/cgroup.h"
 #include "ringlm/error.h"
 
 namespace ringlm::kv {
 namespace {
-
-std::optional<std::uint64_t> first_number(const std::string& path) {
-  std::ifstream in(path);
-  std::uint64_t n = 0;
-  if (in >> n) return n;
-  return std::nullopt;  // absent, or "max"
-}
 
 std::optional<std::uint64_t> mem_available() {
   std::ifstream in("/proc/meminfo");
@@ -35,21 +29,12 @@ std::optional<std::uint64_t> mem_available() {
   return std::nullopt;
 }
 
-// What is left of the limit of this process's own control group (v2), as seen from inside a container.
-std::optional<std::uint64_t> cgroup_available() {
-  const std::string root = "/sys/fs/cgroup";
-  const auto limit = first_number(root + "/memory.max");
-  const auto used = first_number(root + "/memory.current");
-  if (!limit || !used) return std::nullopt;
-  return *limit > *used ? *limit - *used : 0;
-}
-
 }  // namespace
 
 std::size_t available_memory() {
   std::uint64_t n = std::numeric_limits<std::size_t>::max();
   if (const auto machine = mem_available()) n = std::min(n, *machine);
-  if (const auto group = cgroup_available()) n = std::min(n, *group);
+  if (const auto group = cgroup_memory()) n = std::min(n, *group);
   return static_cast<std::size_t>(n);
 }
 
@@ -64,15 +49,13 @@ std::string format_bytes(std::size_t n) {
   return text;
 }
 
-Region::Region(std::size_t bytes, const std::string& what, const std::string& advice) {
+Region::Region(std::size_t bytes, const std::string& what) {
   if (bytes == 0) return;
-  const auto refuse = [&](const std::string& found) {
-    throw OutOfMemory(what + " needs " + format_bytes(bytes) + ", " + found + "; " + advice);
-  };
-  if (const std::size_t there = available_memory(); bytes > there)
-    refuse("but only " + format_bytes(there) + " is available");
   void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-  if (p == MAP_FAILED) refuse(std::string("which the system refuses (") + std::strerror(errno) + ")");
+  if (p == MAP_FAILED) {
+    throw OutOfMemory("the system refuses " + format_bytes(bytes) + " for " + what + ": " +
+                      std::generic_category().message(errno));
+  }
   bytes_ = {static_cast<std::byte*>(p), bytes};
 }
 

@@ -9,7 +9,7 @@
 namespace ringlm::kv {
 
 // Bytes that this process can still take without the kernel having to kill somebody: the machine's
-// available memory, or what is left of the cgroup's limit where that is less.
+// available memory, or what is left of its control groups' limits where that is less.
 std::size_t available_memory();
 
 // "1.50 GiB", "12.0 MiB", "640 bytes".
@@ -19,9 +19,9 @@ std::string format_bytes(std::size_t n);
 class Region {
  public:
   Region() = default;
-  // Throws OutOfMemory, with nothing allocated, when `bytes` is more than is available; `what` names the use
-  // and `advice` says what would fit.
-  Region(std::size_t bytes, const std::string& what, const std::string& advice);
+  // `what` names the use. Throws OutOfMemory when the system refuses. Compare with available_memory() first:
+  // the system promises more than it has, and ends the process when it cannot keep the promise.
+  Region(std::size_t bytes, const std::string& what);
   ~Region();
   Region(Region&& other) noexcept;
   Region& operator=(Region&& other) noexcept;

@@ -1,7 +1,7 @@
 #include "model/config.h"
 
-#include <cmath>
 #include <limits>
+#include <sstream>
 #include <string>
 
 #include "ringlm/error.h"
@@ -9,7 +9,8 @@
 namespace ringlm {
 namespace {
 
-constexpr std::int64_t kMaxDim = 1 << 24;  // far above any model; products of two stay inside 64 bits
+constexpr std::int64_t kMaxDim = 1 << 24;      // far above any model; products of two stay inside 64 bits
+constexpr std::int32_t kMaxHeadDim = 1 << 14;  // every thread holds a tile of keys and values as float32
 
 struct Keys {
   const gguf::File& file;
@@ -38,13 +39,21 @@ struct Keys {
     return static_cast<std::int32_t>(n);
   }
 
-  double positive(const char* key, double fallback) const {
+  // A number that must be in [least, most].
+  double number(const char* key, double fallback, double least, double most) const {
     const std::string name = full(key);
     const double x = file.get_float(name).value_or(fallback);
-    if (!(x > 0.0) || !std::isfinite(x)) {
-      throw FileFormatError("'" + name + "' is " + std::to_string(x) + "; expected a positive number");
+    if (!(x >= least && x <= most)) {
+      throw FileFormatError("'" + name + "' is " + text(x) + "; expected " + text(least) + " to " +
+                            text(most));
     }
     return x;
+  }
+
+  static std::string text(double x) {
+    std::ostringstream out;
+    out << x;
+    return out.str();
   }
 };
 
@@ -57,8 +66,8 @@ double rope_factor(const Keys& keys) {
   if (type != "linear") {
     throw UnsupportedModelError("'" + type_key + "' is '" + type + "'; supported are 'none' and 'linear'");
   }
-  const double legacy = keys.positive("rope.scale_linear", 1.0);
-  return keys.positive("rope.scaling.factor", legacy);
+  const double legacy = keys.number("rope.scale_linear", 1.0, 1.0, 1024.0);
+  return keys.number("rope.scaling.factor", legacy, 1.0, 1024.0);
 }
 
 }  // namespace
@@ -111,6 +120,10 @@ Config read_config(const gguf::File& file) {
     throw UnsupportedModelError("key heads of " + std::to_string(c.head_dim) + " and value heads of " +
                                 std::to_string(v) + " elements; both must have the same size");
   }
+  if (c.head_dim > kMaxHeadDim) {
+    throw UnsupportedModelError("heads of " + std::to_string(c.head_dim) + " elements; at most " +
+                                std::to_string(kMaxHeadDim) + " are supported");
+  }
   // Products of these are sizes of matrices and caches; they must stay inside 32 bits.
   constexpr std::int64_t kMaxWidth = std::numeric_limits<std::int32_t>::max() / 4;
   if (std::int64_t{c.n_head} * c.head_dim > kMaxWidth) {
@@ -125,12 +138,12 @@ Config read_config(const gguf::File& file) {
     throw FileFormatError("'" + keys.full("rope.dimension_count") + "' is " + std::to_string(c.rope_dims) +
                           "; expected an even number up to the head size " + std::to_string(c.head_dim));
   }
-  c.rope_base = keys.positive("rope.freq_base", 10000.0);
+  c.rope_base = keys.number("rope.freq_base", 10000.0, 1.0, 1e30);
   c.rope_factor = rope_factor(keys);
 
   const std::string eps_key = keys.full("attention.layer_norm_rms_epsilon");
   if (!file.find(eps_key)) throw FileFormatError("key '" + eps_key + "' is missing");
-  c.norm_eps = static_cast<float>(keys.positive("attention.layer_norm_rms_epsilon", 0.0));
+  c.norm_eps = static_cast<float>(keys.number("attention.layer_norm_rms_epsilon", 0.0, 1e-30, 1.0));
 
   // Features that change the arithmetic and that nothing here computes.
   for (const char* key : {"expert_count", "attention.sliding_window"}) {
@@ -139,6 +152,17 @@ Config read_config(const gguf::File& file) {
                                   std::to_string(*file.get_uint(keys.full(key))) +
                                   "; models with it are not supported");
     }
+  }
+  for (const char* key : {"attention.scale", "attn_logit_softcapping", "final_logit_softcapping",
+                          "logit_scale", "embedding_scale", "residual_scale"}) {
+    if (const double x = file.get_float(keys.full(key)).value_or(0.0); x != 0.0) {
+      throw UnsupportedModelError("'" + keys.full(key) + "' is " + Keys::text(x) +
+                                  "; models with it are not supported");
+    }
+  }
+  if (const std::string key = keys.full("attention.causal"); !file.get_bool(key).value_or(true)) {
+    throw UnsupportedModelError("'" + key +
+                                "' is false; only models that read from left to right are supported");
   }
   return c;
 }

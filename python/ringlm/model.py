@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from ringlm.errors import InvalidArgument, StateError
 from ringlm.session import Sampling, Session
 
 if TYPE_CHECKING:
+    import ringlm._core as core
     from ringlm.chat import Chat
     from ringlm.completion import Json
     from ringlm.template import ChatTemplate
@@ -27,7 +27,8 @@ __all__ = ["Model"]
 class Model:
     """The weights of a GGUF file, mapped read-only and shared by all sessions of the model.
 
-    ``n_threads`` None uses the physical cores. Raises FileFormatError, UnsupportedModelError, OutOfMemory.
+    ``n_threads`` None takes as many threads as the process may use. Raises FileFormatError,
+    UnsupportedModelError, DeviceError.
     Tokenizer, metadata and templates are read when first asked for.
     """
 
@@ -41,10 +42,11 @@ class Model:
     ) -> None:
         if n_threads is not None and n_threads < 1:
             raise InvalidArgument(f"n_threads is {n_threads}; expected at least 1, or None for the default")
-        core = importlib.import_module("ringlm._core")
+        import ringlm._core as core
+
         self.path = Path(path)
         #: The native model.
-        self.core: Any = core.Model(str(self.path), n_threads or 0, backend)
+        self.core = core.Model(str(self.path), n_threads or 0, backend)
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx
         self._idle: list[Session] = []
@@ -54,47 +56,47 @@ class Model:
     @classmethod
     def pull(cls, name: str, **options: Any) -> Model:
         """Downloads the model of that name unless it is in the cache folder, and opens it."""
-        path: str | os.PathLike[str] = importlib.import_module("ringlm.hub").pull(name)
-        return cls(path, **options)
+        from ringlm import hub
+
+        return cls(hub.pull(name), **options)
 
     # ---- what it is ----------------------------------------------------------------------------------------
 
     @property
-    def config(self) -> Any:
+    def config(self) -> core.Config:
         """The architecture: ``n_layer``, ``n_head``, ``n_head_kv``, ``head_dim``, ``n_ctx_train`` and so
         on."""
         return self.core.config
 
     @property
     def n_vocab(self) -> int:
-        return int(self.core.config.n_vocab)
+        return self.core.config.n_vocab
 
     @property
     def n_threads(self) -> int:
-        return int(self.core.n_threads)
+        return self.core.n_threads
 
     @property
     def backend(self) -> str:
-        return str(self.core.backend)
+        return self.core.backend
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return int(self.core.nbytes)
+        return self.core.nbytes
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        tokenizer: Tokenizer = importlib.import_module("ringlm.tokenizer").Tokenizer(self.path)
-        return tokenizer
+        from ringlm.tokenizer import Tokenizer
+
+        return Tokenizer(self.gguf)
 
     @cached_property
-    def gguf(self) -> Any:
+    def gguf(self) -> core.GGUF:
         """The file's metadata: ``get(key, default)`` and ``keys()``."""
-        return importlib.import_module("ringlm._core").GGUF(str(self.path))
+        import ringlm._core as core
 
-    @property
-    def metadata(self) -> Any:
-        return self.gguf
+        return core.GGUF(self.path)
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import operator
 import secrets
 import time
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    import ringlm._core as core
     from ringlm.model import Model
 
 __all__ = ["Generation", "Sampling", "Session", "SessionStats", "TokenLogprobs"]
@@ -119,8 +119,9 @@ class Session:
                 f"n_ctx is {n_ctx!r}; expected a positive number of tokens, or None for the default"
             )
         kv_k, kv_v = (kv, kv) if isinstance(kv, str) else kv
-        core = importlib.import_module("ringlm._core")
-        self._core: Any = core.Session(model.core, n_ctx or 0, kv_k, kv_v, chunk)
+        import ringlm._core as core
+
+        self._core = core.Session(model.core, n_ctx or 0, kv_k, kv_v, chunk)
         self.model = model
         self.stats = SessionStats()
 
@@ -129,35 +130,35 @@ class Session:
     @property
     def n_ctx(self) -> int:
         """Tokens that the cache holds."""
-        return int(self._core.n_ctx)
+        return self._core.n_ctx
 
     @property
     def chunk(self) -> int:
-        return int(self._core.chunk)
+        return self._core.chunk
 
     @property
     def position(self) -> int:
         """Tokens in the cache, which is the position of the next one."""
-        return int(self._core.position)
+        return self._core.position
 
     @property
     def tokens(self) -> list[int]:
         """Ids in the cache."""
-        return list(self._core.tokens)
+        return self._core.tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes of the session: cache and scratch memory."""
-        return int(self._core.nbytes)
+        return self._core.nbytes
 
     @property
     def kv_nbytes(self) -> int:
         """Bytes of the cache."""
-        return int(self._core.kv_nbytes)
+        return self._core.kv_nbytes
 
     @property
     def closed(self) -> bool:
-        return bool(self._core.closed)
+        return self._core.closed
 
     def close(self) -> None:
         """Frees the memory. Closing twice is fine; any other use afterwards raises StateError."""
@@ -300,7 +301,7 @@ class Session:
             generation.prefilled = True
             sampler.accept([*held, *ids.tolist()[-how.penalty_window :]] if how.penalty_window else [])
             while True:
-                token = int(self._core.sample(sampler))
+                token = self._core.sample(sampler)
                 if token in stops:
                     generation.finish_reason = "stop"
                     return
@@ -337,11 +338,13 @@ class Session:
                 )
         return np.array(ids, np.int32)
 
-    def _sampler(self, how: Sampling, seed: int) -> Any:
+    def _sampler(self, how: Sampling, seed: int) -> core.Sampler:
+        import ringlm._core as core
+
         params = {f.name: getattr(how, f.name) for f in dataclasses.fields(how)} | {"seed": seed}
         if params["logit_bias"] is not None:
             params["logit_bias"] = dict(params["logit_bias"])
-        return importlib.import_module("ringlm._core").Sampler(self.model.n_vocab, **params)
+        return core.Sampler(self.model.n_vocab, **params)
 
     def _prefill(self, ids: Any, out: Any, all_logits: bool, progress: Progress | None) -> None:
         before, began = self.position, time.perf_counter()
@@ -359,5 +362,5 @@ class Session:
         self.stats.decode_seconds += time.perf_counter() - began
 
     def _record(self, token: int, k: int) -> TokenLogprobs:
-        top = tuple((int(i), float(p)) for i, p in self._core.top_log_probabilities(k)) if k else ()
-        return TokenLogprobs(token, float(self._core.log_probability(token)), top)
+        top = tuple(self._core.top_log_probabilities(k)) if k else ()
+        return TokenLogprobs(token, self._core.log_probability(token), top)

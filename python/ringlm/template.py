@@ -177,13 +177,11 @@ class _Controls:
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids
-        self._lengths: dict[str, list[int]] = {}
-        for text in ids:
-            lengths = self._lengths.setdefault(text[0], [])
+        self._lengths: dict[str, list[int]] = {}  # by the first two characters, the longest first
+        for text in sorted(ids, key=len, reverse=True):
+            lengths = self._lengths.setdefault(text[:2], [])
             if len(text) not in lengths:
                 lengths.append(len(text))
-        for lengths in self._lengths.values():
-            lengths.sort(reverse=True)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> _Controls:
@@ -198,21 +196,22 @@ class _Controls:
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """Every ``(start, end, id)``, overlapping ones too, by start and the longest first."""
         found = []
-        for first, lengths in self._lengths.items():
-            at = text.find(first)
+        for begin in self._lengths:
+            at = text.find(begin)
             while at >= 0:
-                for n in lengths:
+                for n in self._lengths[begin]:
                     token = self.ids.get(text[at : at + n])
                     if token is not None and at + n <= len(text):
                         found.append((at, at + n, token))
-                at = text.find(first, at + 1)
+                at = text.find(begin, at + 1)
         return sorted(found, key=lambda place: (place[0], -place[1]))
 
     def at(self, text: str, start: int) -> int | None:
         """Where the longest control token that begins at ``start`` ends."""
-        for n in self._lengths.get(text[start : start + 1], ()):
-            if text[start : start + n] in self.ids:
-                return min(start + n, len(text))
+        for begin in (text[start : start + 2], text[start : start + 1]):
+            for n in self._lengths.get(begin, ()):
+                if text[start : start + n] in self.ids and start + n <= len(text):
+                    return start + n
         return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from importlib import import_module
 from operator import index
 from typing import Any
 
@@ -212,6 +211,6 @@ class Tokenizer:
 
 
 def _open(path: str | os.PathLike[str]) -> Metadata:
-    core: Any = import_module("ringlm._core")
-    file: Metadata = core.GGUF(os.fspath(path))
-    return file
+    import ringlm._core as core
+
+    return core.GGUF(path)

@@ -203,12 +203,28 @@ def test_completions_refuse_what_they_can_not_do(model: Model) -> None:
 
 
 def test_pull_opens_what_the_hub_returns(toy_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
+    from ringlm import hub
 
-    hub = types.ModuleType("ringlm.hub")
-    vars(hub)["pull"] = lambda name: f"/models/{name}.gguf"
-    monkeypatch.setitem(sys.modules, "ringlm.hub", hub)
+    monkeypatch.setattr(hub, "pull", lambda name: f"/models/{name}.gguf")
     model = Model.pull("tiny", n_threads=3)
     assert str(model.path) == "/models/tiny.gguf" and model.n_threads == 3
     assert model.backend == "cpu" and model.nbytes == 1000 and "tiny" in repr(model)
+
+
+def test_a_llama_cpp_script_runs(toy_core: Any) -> None:
+    from ringlm.llama_cpp import Llama
+
+    llm = Llama(model_path="toy.gguf", n_ctx=64, n_threads=2, seed=7, verbose=False, n_gpu_layers=0)
+    llm.core.script = lambda ids: TOKENIZER.id("the")
+    out = llm("Q: Name it. A: ", max_tokens=4, stop=["Q:", "\n"], echo=True)
+    assert out["choices"][0]["text"] == "Q: Name it. A: " + "the" * 4
+    assert ToySampler.made[-1].params["seed"] == 7 and ToySession.opened[-1].n_ctx == 64
+    streamed = llm.create_completion("a", stream=True, max_tokens=2, seed=8)
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "thethe"
+    assert ToySampler.made[-1].params["seed"] == 8
+    ids = llm.tokenize("né</s>".encode(), special=True)
+    assert ids[-1] == llm.token_eos() and llm.detokenize(ids) == "né".encode() and llm.token_bos() == 1
+    with pytest.raises(InvalidArgument, match="n_gpu_layers=-1"):
+        Llama("toy.gguf", n_gpu_layers=-1)
+    with pytest.raises(TypeError, match="n_layers"):
+        Llama("toy.gguf", n_layers=1)

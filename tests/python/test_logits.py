@@ -75,11 +75,18 @@ def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     import subprocess
     import sys
 
-    shape = Shape(
-        n_embd=256,
-        n_ff=96,
-        types={"default": "Q8_0", "attn_q.weight": "Q5_K", "attn_k.weight": "Q6_K", "attn_v.weight": "Q4_1"},
-    )
+    every_type = {
+        "token_embd.weight": "BF16",
+        "attn_q.weight": "Q5_K",
+        "attn_k.weight": "Q6_K",
+        "attn_v.weight": "Q8_0",
+        "attn_output.weight": "Q4_K",
+        "ffn_gate.weight": "Q4_0",
+        "ffn_up.weight": "Q5_0",
+        "ffn_down.weight": "Q5_1",
+        "default": "Q4_1",
+    }
+    shape = Shape(n_embd=256, n_ff=96, n_layer=3, types=every_type)
     weights = write_llama(tmp_path / "m.gguf", shape)
     code = (
         "import sys, numpy as np, test_logits as t; from pathlib import Path\n"

@@ -207,7 +207,7 @@ def test_text_equals_plain_jinja(style: str) -> None:
     template = compiled(STYLES[style])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(40):
+        for _ in range(25):
             messages = conversation(rng, WORDS + SPECIAL)
             rendered = template.render(messages, now=NOW)
             assert rendered.text == reference(STYLES[style], messages)
@@ -219,7 +219,7 @@ def test_text_equals_plain_jinja(style: str) -> None:
 def test_ids_of_ordinary_conversations_are_those_of_the_whole_string(style: str, add_bos: bool) -> None:
     rng = random.Random(style)
     template, tokenizer = compiled(STYLES[style]), ToyTokenizer(add_bos=add_bos)
-    for _ in range(40):
+    for _ in range(25):
         rendered = template.render(conversation(rng, WORDS), now=NOW)
         whole = tokenizer.encode(rendered.text, add_special=False, parse_special=True)
         if add_bos and whole[:1] != [tokenizer.bos_id]:
@@ -234,7 +234,7 @@ def test_typed_control_tokens_stay_text(style: str) -> None:
     rng = random.Random(style)
     template, tokenizer = compiled(STYLES[style]), ToyTokenizer()
     parts = [*SPECIAL, "<|im_", "end|>", "<", "|>", "s>", "</think>", "Hello", "\n", " ", "/INST]"]
-    for _ in range(60):
+    for _ in range(35):
         messages = conversation(rng, parts)
         harmless = [{**m, "content": "x" if m["content"].strip() else m["content"]} for m in messages]
         got = template.render(messages, now=NOW).encode(tokenizer)
@@ -528,7 +528,7 @@ def test_endless_and_exploding_templates_are_stopped(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
     with pytest.raises(TemplateError):
-        ChatTemplate(ENDLESS[name], time_limit=0.3).render([user("x")])
+        ChatTemplate(ENDLESS[name], time_limit=0.15).render([user("x")])
     assert time.monotonic() - began < 3
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700 * 1024  # KiB
 
@@ -747,3 +747,13 @@ def test_json_escapes_marked_text() -> None:
         (1, 2, True),
         (2, 3, False),
     ]
+
+
+def test_hostile_messages_take_linear_time() -> None:
+    special = ["<s>", *(f"<unused{i}>" for i in range(3000)), "<|im_end|>", "<", "x"]
+    tokenizer, template = ToyTokenizer(special), compiled("{{ messages[0].content }}")
+    began = time.monotonic()
+    for text in ("<" * 20000, "<unused" * 3000, "<|im_end|>" * 2000):
+        got = template.render([user(text)]).encode(tokenizer)
+        assert not any(tokenizer.is_control(t) for t in got) and tokenizer.decode(got) == text
+    assert time.monotonic() - began < 5

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ringlm
 from ringlm.errors import Cancelled, ContextOverflow, StateError
 
 SPECIAL = [
@@ -290,6 +291,7 @@ def toy_core(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     core = types.ModuleType("ringlm._core")
     vars(core).update(Model=ToyModel, Session=ToySession, Sampler=ToySampler, GGUF=lambda path: {})
     monkeypatch.setitem(sys.modules, "ringlm._core", core)
+    monkeypatch.setattr(ringlm, "_core", core, raising=False)
     tokenizer = types.ModuleType("ringlm.tokenizer")
     vars(tokenizer).update(Tokenizer=lambda path: ToyTokenizer())
     monkeypatch.setitem(sys.modules, "ringlm.tokenizer", tokenizer)

@@ -4,7 +4,7 @@
 // A step is one decoded token or one prefill chunk. It writes K/V at `position`, produces logits and advances
 // `position` as one: when it throws, position and tokens are as before the step and the logits of the step
 // before are gone. (A prefill keeps its finished chunks.) One thread uses a session at a time; a second one
-// gets a StateError.
+// gets a StateError. cancel(), position(), tokens() and the sizes may be asked from any thread at any time.
 #pragma once
 
 #include <cstddef>
@@ -25,11 +25,14 @@ struct SessionOptions {
   std::int32_t chunk = 128;  // tokens of a prefill that are computed together
   KvFormat k_format = KvFormat::F16;
   KvFormat v_format = KvFormat::F16;
+  // Called by a running step between two layers, at most twenty times a second, so that the caller can look
+  // for signals. What it throws ends the step.
+  std::function<void()> poll;
 };
 
 class Session {
  public:
-  // Throws InvalidArgument for an option out of range, OutOfMemory, before anything is touched, when it
+  // Throws InvalidArgument for an option out of range, OutOfMemory, before anything is allocated, when it
   // cannot fit.
   explicit Session(std::shared_ptr<const Model> model, const SessionOptions& options = {});
   ~Session();
@@ -62,18 +65,18 @@ class Session {
   // From any thread: the running step, or else the next one to begin, throws Cancelled, between two layers.
   void cancel() noexcept;
 
-  // Frees the memory. Idempotent; everything else then throws StateError.
+  // Frees the memory. Idempotent, and allowed in a child of fork(); everything else then throws StateError.
   void close();
   bool closed() const noexcept;
 
-  std::int64_t position() const noexcept;                 // tokens fed so far
-  std::span<const std::int32_t> tokens() const noexcept;  // their ids
+  std::int64_t position() const noexcept;    // tokens fed so far
+  std::vector<std::int32_t> tokens() const;  // their ids
   std::int64_t n_ctx() const noexcept;
   std::int32_t chunk() const noexcept;
   KvFormat k_format() const noexcept;
   KvFormat v_format() const noexcept;
-  std::size_t kv_bytes() const noexcept;  // of the K/V rows
-  std::size_t nbytes() const noexcept;    // of everything that was allocated when it opened
+  std::size_t kv_bytes() const noexcept;  // of the K/V rows, 0 when closed
+  std::size_t nbytes() const noexcept;    // of everything that was allocated when it opened, 0 when closed
   const std::shared_ptr<const Model>& model() const noexcept;
 
  private:

@@ -69,6 +69,7 @@ def run_command(
                 ids,
                 stop=stop,
                 max_tokens=max_tokens,
+                continuation=True,
                 sampling=sampling,
                 continuation=True,
             )

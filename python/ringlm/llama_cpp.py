@@ -1,0 +1,86 @@
+"""``from ringlm.llama_cpp import Llama`` in the place of ``from llama_cpp import Llama``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ringlm.errors import InvalidArgument
+from ringlm.model import Model
+
+__all__ = ["Llama"]
+
+# Constructor arguments there that change nothing here: how fast, how much is printed, how the file is read.
+_IGNORED = frozenset(
+    {
+        "n_batch",
+        "n_ubatch",
+        "n_threads_batch",
+        "use_mmap",
+        "use_mlock",
+        "verbose",
+        "flash_attn",
+        "offload_kqv",
+    }
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n_gpu_layers": (0,),
+    "logits_all": (False,),
+    "vocab_only": (False,),
+    "embedding": (False,),
+    "lora_path": (None,),
+    "chat_format": (None,),
+    "draft_model": (None,),
+}
+
+
+class Llama(Model):
+    """A Model that is constructed and called as llama-cpp-python's class is.
+
+    ``n_ctx`` 0 is the default of Session; ``seed`` is that of every completion that names none. An argument
+    that would ask for something else is InvalidArgument, an unknown one TypeError.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        n_ctx: int = 0,
+        n_threads: int | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        for name, value in options.items():
+            if name in _NEUTRAL and value not in _NEUTRAL[name]:
+                raise InvalidArgument(f"Llama: {name}={value!r} is not supported; leave it out")
+            if name not in _NEUTRAL and name not in _IGNORED:
+                raise TypeError(f"Llama got an unknown argument: {name}")
+        super().__init__(model_path, n_threads=n_threads or None, n_ctx=n_ctx or None)
+        # 0xFFFFFFFF and -1 stand for a random seed there.
+        self._seed = None if seed in (-1, 0xFFFFFFFF) else seed
+
+    def create_completion(
+        self, prompt: str | Sequence[int] = "", *, stream: bool = False, **options: Any
+    ) -> Any:
+        options.setdefault("seed", self._seed)
+        return super().create_completion(prompt, stream=stream, **options)
+
+    __call__ = create_completion
+
+    def create_chat_completion(self, messages: Any, *, stream: bool = False, **options: Any) -> Any:
+        options.setdefault("seed", self._seed)
+        return super().create_chat_completion(messages, stream=stream, **options)
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        ids = self.tokenizer.encode(text.decode("utf-8"), add_special=add_bos, parse_special=special)
+        return list(ids)
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.tokenizer.token_bytes(token) for token in tokens)
+
+    def token_bos(self) -> int:
+        return -1 if self.tokenizer.bos_id is None else int(self.tokenizer.bos_id)
+
+    def token_eos(self) -> int:
+        return -1 if self.tokenizer.eos_id is None else int(self.tokenizer.eos_id)
