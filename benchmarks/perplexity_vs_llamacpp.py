@@ -6,6 +6,10 @@
 llama.cpp gives tokens and logits; what is computed from them is written here once more, so that ringlm's own
 code has no part in its figure. Where llama-cpp-python lives in another environment, --llamacpp-python names
 its interpreter; it runs this file with --child and needs nothing of ringlm there.
+
+llama.cpp rounds activations to 8 bits where it multiplies them with quantized weights, ringlm does not. With
+--float32 it gets the same weights dequantized (by the `gguf` package, into a temporary file), and both
+compute in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +66,24 @@ def by_llamacpp(model: str, text: bytes, n_ctx: int, threads: int, kv: str) -> d
     }
 
 
+def write_float32(model: str, path: Path) -> None:
+    """The model with every tensor dequantized to float32, all metadata as they are."""
+    import gguf
+
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            element = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def by_ringlm(model: str, text: str, n_ctx: int, threads: int, kv: str) -> dict[str, Any]:
     import ringlm
     from ringlm.perplexity import perplexity
@@ -88,17 +111,25 @@ def main() -> int:
     parser.add_argument("--kv", choices=("f16", "f32"), default="f16")
     parser.add_argument("--tolerance", type=float, default=0.005, help="largest relative difference")
     parser.add_argument("--llamacpp-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--float32", action="store_true", help="dequantize the weights for llama.cpp")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     raw = Path(args.text).read_bytes()
     if args.child:
         print(json.dumps(by_llamacpp(args.model, raw, args.ctx, args.threads, args.kv)))
         return 0
-    command = [args.llamacpp_python, __file__, "--child", args.model, args.text]
-    command += ["-c", str(args.ctx), "-t", str(args.threads), "--kv", args.kv]
-    theirs = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model
+        if args.float32:
+            model = str(Path(folder, "float32.gguf"))
+            write_float32(args.model, Path(model))
+        command = [args.llamacpp_python, __file__, "--child", model, args.text]
+        command += ["-c", str(args.ctx), "-t", str(args.threads), "--kv", args.kv]
+        output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    theirs = json.loads(output.splitlines()[-1])
     ours = by_ringlm(args.model, raw.decode("utf-8"), args.ctx, args.threads, args.kv)
-    print(f"{args.text}: {len(raw)} bytes, windows of {args.ctx}, K/V {args.kv}")
+    weights = ", float32 weights for llama.cpp" if args.float32 else ""
+    print(f"{args.text}: {len(raw)} bytes, windows of {args.ctx}, K/V {args.kv}{weights}")
     for name, r in (("ringlm", ours), ("llama-cpp-python", theirs)):
         print(
             f"{name} {r['version']}: perplexity {r['perplexity']:.4f} +/- {r['stderr']:.4f}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -19,9 +20,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     ``kv_bytes`` (at ``n_ctx_default``) are for keys and values of all layers together, by storage type.
     Sizes are bytes. Raises FileFormatError and UnsupportedModelError where the file cannot be read at all.
     """
-    from ringlm import _core
-
-    file = _core.GGUF(os.fspath(path))
+    core: Any = importlib.import_module("ringlm._core")
+    file = core.GGUF(os.fspath(path))
     arch = _text(file, "general.architecture")
     reason = _why_not(path)
     record = {
@@ -58,10 +58,9 @@ def _number(file: Any, key: str) -> Any:
 
 
 def _why_not(path: str | os.PathLike[str]) -> str | None:
-    from ringlm import _core
-
+    core: Any = importlib.import_module("ringlm._core")
     try:
-        _core.Model(os.fspath(path), 1, "cpu").close()
+        core.Model(os.fspath(path), 1, "cpu").close()
     except Error as e:
         return str(e)
     return None

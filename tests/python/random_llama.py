@@ -149,14 +149,8 @@ def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None)
         w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         w.add_rope_scaling_factor(s.rope_factor)
     for key, value in (metadata or {}).items():
-        add = {
-            bool: w.add_bool,
-            int: w.add_uint32,
-            float: w.add_float32,
-            str: w.add_string,
-            list: w.add_array,
-        }[type(value)]
-        add(key, value)
+        kinds = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string}
+        (kinds | {list: w.add_array})[type(value)](key, value)
     meant = {}
     for name, array in random_weights(s).items():
         raw, qtype, meant[name] = stored_as(name, array, s.types, rng)

@@ -92,6 +92,8 @@ def test_run_reads_the_prompt_from_a_pipe(ringlm: Command, models: Models) -> No
     assert ringlm("run", models.chain, "-n", "2", "-p", "m", stdin=b"abc").out == "no\n"
     done = ringlm("run", models.chain, stdin=None)
     assert (done.code, done.out) == (2, "") and "there is no prompt" in done.err
+    done = ringlm("run", models.chain, stdin=b"\n")
+    assert (done.code, done.out) == (1, "") and "the prompt is empty" in done.err
     done = ringlm("run", models.chain, stdin=b"ab\xffc")
     assert done.code == 1 and "stdin is not UTF-8 text: byte 2 is 0xff" in done.err
 
@@ -221,8 +223,9 @@ def test_chat_answers_once(ringlm: Command, models: Models) -> None:
 def test_chat_from_a_pipe(ringlm: Command, models: Models, tmp_path: Path) -> None:
     """A line is a message of one conversation; commands work."""
     saved = tmp_path / "a file.json"
-    lines = f"first\n\n  \nsecond /clear\n/save {saved}\n/clear\n/nonsense\n/etc/hosts?\n/help\n/save\n/exit\nnever"
-    done = ringlm("chat", models.chain, "-s", "Be kind.", stdin=lines.encode())
+    lines = ["first", "", "  ", "second /clear", f"/save {saved}", "/clear", "/nonsense", "/etc/hosts?"]
+    lines += ["/help", "/save", "/exit", "never"]
+    done = ringlm("chat", models.chain, "-s", "Be kind.", stdin="\n".join(lines).encode())
     assert done.code == 0
     assert done.out == f"{ANSWER}\n\n{ANSWER}\n\n{ANSWER}\n"
     roles = [(m["role"], m["content"]) for m in json.loads(saved.read_text())["messages"]]
@@ -275,6 +278,36 @@ def test_chat_named_template(ringlm: Command, tmp_path: Path) -> None:
     assert ringlm("chat", str(tmp_path / "m.gguf"), "-p", "x", "--template", "other").out == ANSWER + "\n"
     done = ringlm("chat", str(tmp_path / "m.gguf"), "-p", "x", "--template", "none")
     assert done.code == 1 and "'none'" in done.err and "default, other" in done.err
+
+
+@posix
+def test_interrupt_while_the_prompt_is_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The message is as if never sent, and the conversation goes on."""
+    from ringlm import Model
+    from ringlm.cli import options
+    from ringlm.cli.chat import Conversation
+
+    seen: list[str] = []
+
+    def interrupt(_: object, text: str) -> None:
+        seen.append(text)
+        if len(seen) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(options.StatusLine, "show", interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    with Model(models.chain) as model, model.chat(chunk=8) as chat:
+        talk = Conversation(chat, verbose=False)
+        assert talk.say("x" * 40) is False
+        assert chat.messages == []
+        # <|im_start|>user\n, the message, <|im_end|>\n<|im_start|>assistant\n
+        assert seen == [f"reading 8 of {1 + 5 + 40 + 2 + 1 + 10} tokens"]
+        assert talk.say("hello") is True
+        assert [m["content"] for m in chat.messages] == ["hello", ANSWER]
+    assert capfd.readouterr().out == f"\n{ANSWER}\n"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # ---- info --------------------------------------------------------------------------------------------------
@@ -633,7 +666,7 @@ class Terminal:
 @posix
 def test_chat_in_a_terminal(models: Models, tmp_path: Path) -> None:
     t = Terminal("chat", models.chain, cache=tmp_path)
-    t.expect("/help lists the commands")
+    t.expect("tiny, context 512; /help lists commands")
     t.expect("\n>")
     t.type("hello\r")
     t.expect(ANSWER)

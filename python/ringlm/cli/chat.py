@@ -89,7 +89,7 @@ def chat_command(
                 raise typer.Exit(130)
         elif sys.stdin.isatty():
             title = model.config.name or model.path.name
-            _note(f"{title}, {chat.session.n_ctx} tokens of context. /help lists the commands.")
+            _note(f"{title}, context {chat.session.n_ctx}; /help lists commands")
             talk.interact()
         elif not talk.read(sys.stdin):
             raise typer.Exit(1)

@@ -35,7 +35,7 @@ def info_command(name: opt.ModelName = opt.DEFAULT_MODEL, as_json: opt.Json = Fa
 
 
 def _entry(label: str, value: str) -> str:
-    """Label and value in two columns, wrapped to the terminal. A pipe gets whole lines however long they are."""
+    """Label and value in two columns, wrapped to the terminal; a pipe gets whole lines however long."""
     head = label.ljust(15)
     if not sys.stdout.isatty():
         return head + value

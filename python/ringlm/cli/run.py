@@ -43,6 +43,7 @@ def run_command(
     """Continue a text. No chat template is applied: the model sees the prompt as it is.
 
     Of a prompt from stdin one newline at the end is dropped. Ctrl-C stops."""
+    from ringlm.errors import InvalidArgument
     from ringlm.session import Sampling
     from ringlm.text import generate_text
 
@@ -53,6 +54,8 @@ def run_command(
     began = time.perf_counter()
     with opt.opened(name, threads, backend) as model:
         ids = model.tokenizer.encode(text)
+        if not ids:
+            raise InvalidArgument("the prompt is empty, and the model has no BOS token to begin with")
         with model.session(n_ctx, opt.kv_types(kv), chunk) as session:
             if verbose:
                 _say(f"{model.path}, opened in {time.perf_counter() - began:.2f} s")
@@ -68,6 +71,7 @@ def run_command(
                 max_tokens=max_tokens,
                 continuation=True,
                 sampling=sampling,
+                continuation=True,
             )
             answer = _generate(pieces, echo=not as_json)
             stats = session.stats
