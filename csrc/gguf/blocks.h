@@ -2,7 +2,8 @@
 //
 // d and m are f16, q are the codes. The order of operations is that of the `gguf` package, so results are
 // equal to the last bit. The row functions have internal linkage: each instruction set's translation unit
-// compiles its own copy and the compiler vectorizes the plain loops (which needs __restrict: bytes may alias anything).
+// compiles its own copy and the compiler vectorizes the plain loops (which needs __restrict: bytes may alias
+// anything).
 #pragma once
 
 #include <cstddef>

@@ -18,7 +18,8 @@ std::int32_t number(const char* text) {
   std::int32_t n = 0;
   const char* end = text + std::strlen(text);
   const auto [stop, error] = std::from_chars(text, end, n);
-  if (error != std::errc() || stop != end) throw ringlm::InvalidArgument(std::string("'") + text + "' is not a number");
+  if (error != std::errc() || stop != end)
+    throw ringlm::InvalidArgument(std::string("'") + text + "' is not a number");
   return n;
 }
 
