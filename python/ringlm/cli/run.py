@@ -71,7 +71,6 @@ def run_command(
                 max_tokens=max_tokens,
                 continuation=True,
                 sampling=sampling,
-                continuation=True,
             )
             answer = _generate(pieces, echo=not as_json)
             stats = session.stats
