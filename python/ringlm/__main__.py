@@ -1,5 +1,7 @@
 """``python -m ringlm`` is the command ``ringlm``."""
 
+import sys
+
 from ringlm.cli import main
 
-main()
+sys.exit(main())
