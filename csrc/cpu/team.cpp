@@ -1,10 +1,13 @@
 #include "cpu/team.h"
 
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <string>
 #include <system_error>
@@ -26,35 +29,6 @@ void pause() {
 using Clock = std::chrono::steady_clock;
 constexpr Clock::duration kLongestSpin = std::chrono::microseconds(50);
 
-// Returns when `value` is no longer `old`: spins for a while, then sleeps.
-//
-// On a free machine the others are a few microseconds away, and waking a sleeper costs more than that. Where
-// threads outnumber cores, whoever spins keeps its core from the one that it waits for. So every thread
-// learns from its own waits how long spinning is worth while: quick to give up, slow to trust again.
-void wait_for_change(const std::atomic<std::uint32_t>& value, std::uint32_t old) {
-  thread_local Clock::duration spin = kLongestSpin;
-  const Clock::time_point start = Clock::now();
-  bool sleep = false;
-  while (!sleep) {
-    for (int i = 0; i < 16 && value.load(std::memory_order_acquire) == old; ++i) pause();
-    if (value.load(std::memory_order_acquire) != old) break;
-    sleep = Clock::now() - start >= spin;
-  }
-  if (sleep) value.wait(old, std::memory_order_acquire);
-  if (sleep && Clock::now() - start >= kLongestSpin) {
-    spin /= 2;
-  } else {
-    spin += (kLongestSpin - spin) / 8;
-  }
-}
-
-// The addition is sequentially consistent, and not merely a release, because notify_all() looks for sleepers
-// with a plain load: were that to overtake the store, a thread could go to sleep in between and stay asleep.
-void announce(std::atomic<std::uint32_t>& value) {
-  value.fetch_add(1);
-  value.notify_all();
-}
-
 int affinity_count() {
   ::cpu_set_t set;
   CPU_ZERO(&set);
@@ -63,6 +37,37 @@ int affinity_count() {
 }
 
 }  // namespace
+
+void Gate::advance() {
+  // Both sequentially consistent: either the sleeper is seen here, or it sees the new value.
+  value_.fetch_add(1);
+  if (sleepers_.load() > 0) ::syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// On a free machine the others are a few microseconds away, and waking a sleeper costs more than that. Where
+// threads outnumber cores, whoever spins keeps its core from the one that it waits for. So every thread
+// learns from its own waits how long spinning is worth while: quick to give up, slow to trust again.
+void Gate::wait_past(std::uint32_t old) {
+  thread_local Clock::duration spin = kLongestSpin;
+  const Clock::time_point start = Clock::now();
+  bool sleep = false;
+  while (!sleep) {
+    for (int i = 0; i < 16 && value() == old; ++i) pause();
+    if (value() != old) break;
+    sleep = Clock::now() - start >= spin;
+  }
+  if (sleep) {
+    sleepers_.fetch_add(1);
+    // The kernel looks again before it puts the thread to sleep.
+    while (value_.load() == old) ::syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+    sleepers_.fetch_sub(1);
+  }
+  if (sleep && Clock::now() - start >= kLongestSpin) {
+    spin /= 2;
+  } else {
+    spin += (kLongestSpin - spin) / 8;
+  }
+}
 
 int default_thread_count() {
   const double quota = std::round(kv::cgroup_cpus().value_or(256.0));
@@ -86,7 +91,7 @@ Team::~Team() {
 
 void Team::join() {
   stop_ = true;
-  announce(generation_);
+  generation_.advance();
   for (std::thread& t : *threads_) t.join();
   delete threads_;
 }
@@ -95,7 +100,7 @@ void Team::dispatch(Call call, void* body) {
   if (size_ > 1) {
     call_ = call;
     body_ = body;
-    announce(generation_);
+    generation_.advance();
   }
   call(body, 0);
   barrier();
@@ -104,7 +109,7 @@ void Team::dispatch(Call call, void* body) {
 void Team::work(int thread) {
   std::uint32_t seen = 0;
   for (;;) {
-    wait_for_change(generation_, seen);
+    generation_.wait_past(seen);
     ++seen;
     if (stop_) return;
     call_(body_, thread);
@@ -114,12 +119,12 @@ void Team::work(int thread) {
 
 void Team::barrier() {
   if (size_ == 1) return;
-  const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
+  const std::uint32_t phase = phase_.value();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    announce(phase_);
+    phase_.advance();
   } else {
-    wait_for_change(phase_, phase);
+    phase_.wait_past(phase);
   }
 }
 

@@ -25,6 +25,20 @@ struct Share {
 };
 constexpr Share share(std::int64_t n, int i, int count) { return {n * i / count, n * (i + 1) / count}; }
 
+// A counter that threads wait for: they spin for a while, then sleep. (std::atomic::wait() would do, but
+// libstdc++'s calls sched_yield() first, which on a busy machine gives away whole time slices.)
+class Gate {
+ public:
+  std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  void advance();                     // adds one; what happened before is seen by those who waited
+  void wait_past(std::uint32_t old);  // returns when the value is no longer `old`
+
+ private:
+  std::atomic<std::uint32_t> value_{0};
+  std::atomic<int> sleepers_{0};
+  static_assert(sizeof(value_) == 4 && std::atomic<std::uint32_t>::is_always_lock_free, "a futex is 32 bits");
+};
+
 class Team {
  public:
   explicit Team(int n_threads);
@@ -58,10 +72,10 @@ class Team {
   Call call_ = nullptr;
   void* body_ = nullptr;
   std::atomic<bool> stop_{false};
-  alignas(64) std::atomic<std::uint32_t> generation_{0};  // counts dispatched runs
+  alignas(64) Gate generation_;  // counts dispatched runs
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<std::uint32_t> phase_{0};  // counts barriers passed
-  std::vector<std::thread>* threads_;                // leaked in a forked child, where joining would hang
+  alignas(64) Gate phase_;             // counts barriers passed
+  std::vector<std::thread>* threads_;  // leaked in a forked child, where joining would hang
 };
 
 }  // namespace ringlm::cpu

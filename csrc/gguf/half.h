@@ -41,7 +41,9 @@ static inline float f16_to_f32(std::uint16_t h) {
 // Round to nearest, ties to even; magnitudes from 65520 on become infinity.
 static inline std::uint16_t f32_to_f16(float f) {
 #ifdef __F16C__
-  return static_cast<std::uint16_t>(_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  // Not _cvtss_sh: clang's is a macro with a C99 literal.
+  const __m128i half = _mm_cvtps_ph(_mm_set_ss(f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return static_cast<std::uint16_t>(_mm_cvtsi128_si32(half));
 #else
   const std::uint32_t bits = to_bits(f);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;

@@ -116,13 +116,15 @@ Config read_config(const gguf::File& file) {
                           ", and there is no '" + keys.full("attention.key_length") + "'");
   }
   c.head_dim = keys.count("attention.key_length", c.n_embd / c.n_head);
-  if (const auto v = keys.count("attention.value_length", c.head_dim); v != c.head_dim) {
-    throw UnsupportedModelError("key heads of " + std::to_string(c.head_dim) + " and value heads of " +
-                                std::to_string(v) + " elements; both must have the same size");
-  }
+  const std::string head_key = "'" + keys.full("attention.key_length") + "' (elements of a head) is ";
   if (c.head_dim > kMaxHeadDim) {
-    throw UnsupportedModelError("heads of " + std::to_string(c.head_dim) + " elements; at most " +
+    throw UnsupportedModelError(head_key + std::to_string(c.head_dim) + "; at most " +
                                 std::to_string(kMaxHeadDim) + " are supported");
+  }
+  if (const auto v = keys.count("attention.value_length", c.head_dim); v != c.head_dim) {
+    throw UnsupportedModelError(head_key + std::to_string(c.head_dim) + " and '" +
+                                keys.full("attention.value_length") + "' is " + std::to_string(v) +
+                                "; both must have the same size");
   }
   // Products of these are sizes of matrices and caches; they must stay inside 32 bits.
   constexpr std::int64_t kMaxWidth = std::numeric_limits<std::int32_t>::max() / 4;
