@@ -346,7 +346,39 @@ TEST_CASE("a damaged weight is an error that names the layer, and the text befor
   }
 }
 
-TEST_CASE("a key that overflows f16 is an error even where its score is minus infinity") {
+TEST_CASE("a key that overflows f16 is an error even where its score of minus infinity would hide it") {
+  // Only token 60 has anything in column 7; its key there is out of range and points away from its query.
+  const Config c = tiny::config();
+  const auto column = [&](std::vector<float>& values, std::int32_t row) -> float& {
+    return values[static_cast<std::size_t>(row * c.n_embd + 7)];
+  };
+  const tiny::File file(c, [&](const std::string& name, std::vector<float>& values) {
+    if (name == "token_embd.weight") {
+      for (std::int32_t row = 0; row < c.n_vocab; ++row) column(values, row) = 0.0f;
+      std::fill(values.end() - c.n_embd, values.end(), 0.0f);
+      column(values, 60) = 1.0f;
+    } else if (name == "blk.0.attn_q.weight") {
+      for (std::int32_t row = 0; row < c.q_dim(); ++row) column(values, row) = 1.0f;
+    } else if (name == "blk.0.attn_k.weight") {
+      for (std::int32_t row = 0; row < c.kv_dim(); ++row) column(values, row) = -1e9f;
+    }
+  });
+  const auto model = open(file);
+  Session s(model);
+  s.prefill(std::vector<std::int32_t>{1, 2, 3, 4});
+  std::string message;
+  try {
+    s.decode(60);
+  } catch (const NumericError& e) {
+    message = e.what();
+  }
+  CHECK(message.find("layer 0 ") != std::string::npos);
+  CHECK(s.position() == 4);
+  s.decode(5);
+  CHECK(last(s) == fresh(model, std::vector<std::int32_t>{1, 2, 3, 4, 5}));
+}
+
+TEST_CASE("keys and values beyond f16 fit float32") {
   const std::vector<std::int32_t> text = tiny::tokens(20);
   for (const char* tensor : {"blk.1.attn_k.weight", "blk.1.attn_v.weight"}) {
     const tiny::File file(tiny::config(), [&](const std::string& name, std::vector<float>& values) {
