@@ -12,7 +12,7 @@
 #include <string>
 #include <system_error>
 
-#include "kv/cgroup.h"
+#include "host/cgroup.h"
 #include "ringlm/error.h"
 
 namespace ringlm::cpu {
@@ -70,7 +70,7 @@ void Gate::wait_past(std::uint32_t old) {
 }
 
 int default_thread_count() {
-  const double quota = std::round(kv::cgroup_cpus().value_or(256.0));
+  const double quota = std::round(host::cgroup_cpus().value_or(256.0));
   return std::clamp(static_cast<int>(std::min<double>(affinity_count(), quota)), 1, 256);
 }
 

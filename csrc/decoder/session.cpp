@@ -83,7 +83,7 @@ std::size_t session_bytes(const Config& c, const Ops& ops, const SessionOptions&
 
 // Counts everything before anything is taken.
 void check_memory(const Config& c, const Ops& ops, const SessionOptions& o) {
-  const std::size_t there = kv::available_memory();
+  const std::size_t there = host::available_memory();
   const std::size_t needed = session_bytes(c, ops, o);
   if (needed <= there) return;
   const auto fits = [&](std::int64_t n_ctx) {
@@ -96,9 +96,9 @@ void check_memory(const Config& c, const Ops& ops, const SessionOptions& o) {
   for (std::int64_t step = o.n_ctx; step > 0; step /= 2) {
     while (most + step < o.n_ctx && fits(most + step)) most += step;
   }
-  throw OutOfMemory("a session of n_ctx = " + std::to_string(o.n_ctx) + " needs " + kv::format_bytes(needed) +
-                    ", " + kv::format_bytes(layout(c, o).nbytes()) + " of it for keys and values, but only " +
-                    kv::format_bytes(there) + " is available; " +
+  throw OutOfMemory("a session of n_ctx = " + std::to_string(o.n_ctx) + " needs " +
+                    host::format_bytes(needed) + ", " + host::format_bytes(layout(c, o).nbytes()) +
+                    " of it for keys and values, but only " + host::format_bytes(there) + " is available; " +
                     (most > 0 ? "n_ctx = " + std::to_string(most) + " would fit"
                               : std::string("not even n_ctx = 1 would fit")));
 }
@@ -123,7 +123,7 @@ struct Session::Impl {
       buffers = carve(carver, c, ops, o);
     }
     kv::Cache cache;
-    kv::Region region;
+    host::Region region;
     Buffers buffers;
   };
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "kv/memory.h"
+#include "host/memory.h"
 #include "ringlm/kv_format.h"
 
 namespace ringlm::kv {
@@ -53,7 +53,7 @@ class Cache {
   std::size_t v_plane() const { return static_cast<std::size_t>(layout_.capacity) * layout_.v_row_bytes(); }
 
   Layout layout_;
-  Region region_;
+  host::Region region_;
 };
 
 // One row, head_dim elements, to and from float32.

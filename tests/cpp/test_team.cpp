@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "kv/cgroup.h"
-#include "kv/memory.h"
+#include "host/cgroup.h"
+#include "host/memory.h"
 #include "ringlm/error.h"
 
 using namespace ringlm;
@@ -160,30 +160,30 @@ class FakeRoot {
 TEST_CASE("control groups, version 2: the tightest of the own group and those above") {
   FakeRoot root;
   root.write("proc/self/cgroup", "0::/user.slice/app.scope\n");
-  CHECK_FALSE(kv::cgroup_memory(root.str()));
-  CHECK_FALSE(kv::cgroup_cpus(root.str()));
+  CHECK_FALSE(host::cgroup_memory(root.str()));
+  CHECK_FALSE(host::cgroup_cpus(root.str()));
 
   const std::string slice = "sys/fs/cgroup/user.slice/";
   root.write(slice + "app.scope/memory.max", "max\n");
   root.write(slice + "app.scope/memory.current", "900\n");
   root.write(slice + "app.scope/cpu.max", "max 100000\n");
-  CHECK_FALSE(kv::cgroup_memory(root.str()));
-  CHECK_FALSE(kv::cgroup_cpus(root.str()));
+  CHECK_FALSE(host::cgroup_memory(root.str()));
+  CHECK_FALSE(host::cgroup_cpus(root.str()));
 
   root.write(slice + "memory.max", "10000\n");
   root.write(slice + "memory.current", "9000\n");
   root.write(slice + "cpu.max", "250000 100000\n");
-  CHECK(kv::cgroup_memory(root.str()) == 1000u);
-  CHECK(kv::cgroup_cpus(root.str()) == 2.5);
+  CHECK(host::cgroup_memory(root.str()) == 1000u);
+  CHECK(host::cgroup_cpus(root.str()) == 2.5);
   root.write(slice + "memory.stat", "anon 2000\ninactive_file 3000\nactive_file 4000\n");
-  CHECK(kv::cgroup_memory(root.str()) == 8000u);  // pages of files can be dropped
+  CHECK(host::cgroup_memory(root.str()) == 8000u);  // pages of files can be dropped
 
   root.write(slice + "app.scope/memory.max", "1000\n");
   root.write(slice + "app.scope/cpu.max", "50000 100000\n");
-  CHECK(kv::cgroup_memory(root.str()) == 100u);
-  CHECK(kv::cgroup_cpus(root.str()) == 0.5);
+  CHECK(host::cgroup_memory(root.str()) == 100u);
+  CHECK(host::cgroup_cpus(root.str()) == 0.5);
   root.write(slice + "app.scope/memory.current", "2000\n");  // above its limit for the moment
-  CHECK(kv::cgroup_memory(root.str()) == 0u);
+  CHECK(host::cgroup_memory(root.str()) == 0u);
 }
 
 TEST_CASE("control groups, version 1, where a container sees its own group as the root") {
@@ -194,37 +194,37 @@ TEST_CASE("control groups, version 1, where a container sees its own group as th
   root.write("sys/fs/cgroup/memory/memory.usage_in_bytes", "5000\n");
   root.write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n");
   root.write("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
-  CHECK_FALSE(kv::cgroup_memory(root.str()));
-  CHECK_FALSE(kv::cgroup_cpus(root.str()));
+  CHECK_FALSE(host::cgroup_memory(root.str()));
+  CHECK_FALSE(host::cgroup_cpus(root.str()));
 
   root.write("sys/fs/cgroup/memory/memory.limit_in_bytes", "8000\n");
   root.write("sys/fs/cgroup/memory/memory.stat",
              "inactive_file 1\nactive_file 1\ntotal_inactive_file 600\ntotal_active_file 400\n");
   root.write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "300000\n");
-  CHECK(kv::cgroup_memory(root.str()) == 4000u);
-  CHECK(kv::cgroup_cpus(root.str()) == 3.0);
+  CHECK(host::cgroup_memory(root.str()) == 4000u);
+  CHECK(host::cgroup_cpus(root.str()) == 3.0);
 }
 
 TEST_CASE("bytes are written as people read them") {
-  CHECK(kv::format_bytes(0) == "0 bytes");
-  CHECK(kv::format_bytes(1023) == "1023 bytes");
-  CHECK(kv::format_bytes(1536) == "1.50 KiB");
-  CHECK(kv::format_bytes(std::size_t{12} << 20) == "12.0 MiB");
-  CHECK(kv::format_bytes(std::size_t{300} << 30) == "300 GiB");
-  CHECK(kv::format_bytes(std::size_t{5000} << 40) == "5000 TiB");
+  CHECK(host::format_bytes(0) == "0 bytes");
+  CHECK(host::format_bytes(1023) == "1023 bytes");
+  CHECK(host::format_bytes(1536) == "1.50 KiB");
+  CHECK(host::format_bytes(std::size_t{12} << 20) == "12.0 MiB");
+  CHECK(host::format_bytes(std::size_t{300} << 30) == "300 GiB");
+  CHECK(host::format_bytes(std::size_t{5000} << 40) == "5000 TiB");
 }
 
 TEST_CASE("a region is zero and page-aligned, moves, and is refused when there is no address space") {
-  kv::Region a(100, "a test");
+  host::Region a(100, "a test");
   CHECK(a.bytes().size() == 100);
   CHECK(reinterpret_cast<std::uintptr_t>(a.bytes().data()) % 4096 == 0);
   for (const std::byte b : a.bytes()) REQUIRE(b == std::byte{0});
   const std::byte* at = a.bytes().data();
-  kv::Region b = std::move(a);
+  host::Region b = std::move(a);
   CHECK(b.bytes().data() == at);
-  kv::Region c;
+  host::Region c;
   c = std::move(b);
   CHECK(c.bytes().data() == at);
-  CHECK(kv::Region(0, "nothing").bytes().empty());
-  CHECK_THROWS_AS(kv::Region(std::size_t{1} << 60, "a test"), OutOfMemory);
+  CHECK(host::Region(0, "nothing").bytes().empty());
+  CHECK_THROWS_AS(host::Region(std::size_t{1} << 60, "a test"), OutOfMemory);
 }

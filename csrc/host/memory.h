@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-namespace ringlm::kv {
+namespace ringlm::host {
 
 // Bytes that this process can still take without the kernel having to kill somebody: the machine's
 // available memory, or what is left of its control groups' limits where that is less.
@@ -32,4 +32,4 @@ class Region {
   std::span<std::byte> bytes_;
 };
 
-}  // namespace ringlm::kv
+}  // namespace ringlm::host

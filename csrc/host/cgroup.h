@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-namespace ringlm::kv {
+namespace ringlm::host {
 
 // Bytes that can still be taken, or nothing when there is no limit. Pages of files (mapped weights above all)
 // count as free: the kernel drops them before it refuses. `root` stands for "/", for tests.
@@ -15,4 +15,4 @@ std::optional<std::uint64_t> cgroup_memory(const std::string& root = "");
 // Processors' worth of time (quota / period), or nothing when there is no limit.
 std::optional<double> cgroup_cpus(const std::string& root = "");
 
-}  // namespace ringlm::kv
+}  // namespace ringlm::host

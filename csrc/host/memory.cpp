@@ -1,4 +1,4 @@
-#include "kv/memory.h"
+#include "host/memory.h"
 
 #include <sys/mman.h>
 
@@ -12,10 +12,10 @@
 #include <system_error>
 #include <utility>
 
-#include "kv/cgroup.h"
+#include "host/cgroup.h"
 #include "ringlm/error.h"
 
-namespace ringlm::kv {
+namespace ringlm::host {
 namespace {
 
 std::optional<std::uint64_t> mem_available() {
@@ -70,4 +70,4 @@ Region& Region::operator=(Region&& other) noexcept {
   return *this;
 }
 
-}  // namespace ringlm::kv
+}  // namespace ringlm::host

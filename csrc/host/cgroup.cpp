@@ -1,4 +1,4 @@
-#include "kv/cgroup.h"
+#include "host/cgroup.h"
 
 #include <algorithm>
 #include <fstream>
@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace ringlm::kv {
+namespace ringlm::host {
 namespace {
 
 struct Group {
@@ -90,4 +90,4 @@ std::optional<double> cgroup_cpus(const std::string& root) {
   return least;
 }
 
-}  // namespace ringlm::kv
+}  // namespace ringlm::host
