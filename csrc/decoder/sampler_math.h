@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace ringlm::detail {
 
 // Four floats: one register of SSE2 and of NEON. g++ and clang++ share this extension.
@@ -21,23 +25,28 @@ inline F4 load4(const float* p) {
 }
 inline void store4(float* p, F4 v) { std::memcpy(p, &v, sizeof v); }
 inline void store4(std::int32_t* p, I4 v) { std::memcpy(p, &v, sizeof v); }
+inline F4 splat(float v) { return F4{v, v, v, v}; }
+inline F4 keep_if(I4 mask, F4 v) { return (F4)(mask & (I4)v); }
+
+// Single instructions of SSE that g++ does not find by itself; what they do is that of the general form.
+#ifdef __SSE2__
+inline bool any(I4 mask) { return _mm_movemask_ps((__m128)mask) != 0; }
+inline F4 max4(F4 a, F4 b) { return (F4)_mm_max_ps((__m128)a, (__m128)b); }
+#else
 inline bool any(I4 mask) {
   std::uint64_t half[2];
   std::memcpy(half, &mask, sizeof mask);
   return (half[0] | half[1]) != 0;
 }
-inline F4 splat(float v) { return F4{v, v, v, v}; }
-inline F4 keep_if(I4 mask, F4 v) { return (F4)(mask & (I4)v); }
-inline F4 max4(F4 a, F4 b) { return a > b ? a : b; }  // b if a is NaN
-inline F4 min4(F4 a, F4 b) { return a < b ? a : b; }
+inline F4 max4(F4 a, F4 b) { return a > b ? a : b; }  // b if one of them is NaN
+#endif
 
 constexpr float kLog2E = 0x1.715476p0f;
 
-// 2^y for y <= 0, within 1.25 ulp; 2^-126 for y < -126 and NaN, so that no result is denormal. With
-// y = n + f and |f| <= 1/2: 2^f = 1 + f p(f), where p of degree 5 minimizes the largest relative error over
-// the interval (2e-9, then rounded to floats), and n goes into the exponent.
-inline F4 exp2_nonpositive(F4 y) {
-  y = max4(y, splat(-126.0f));
+// 2^y for -126 <= y <= 0, within 1.25 ulp; some value for others. With y = n + f and |f| <= 1/2:
+// 2^f = 1 + f p(f), where p of degree 5 minimizes the largest relative error over the interval (2e-9, then
+// rounded to floats), and n goes into the exponent.
+inline F4 exp2_in_range(F4 y) {
   const F4 round = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
   const F4 shifted = y + round;
   const F4 f = y - (shifted - round);
@@ -50,6 +59,9 @@ inline F4 exp2_nonpositive(F4 y) {
   const F4 e = p * f + splat(1.0f);
   return (F4)((U4)e + ((U4)shifted << 23));
 }
+
+// The same for y <= 0; 2^-126 for y < -126 and NaN, so that no result is denormal.
+inline F4 exp2_nonpositive(F4 y) { return exp2_in_range(max4(y, splat(-126.0f))); }
 
 // ln(x) for finite x > 0, to about 2 ulp: x = 2^e m with m in [1/sqrt 2, sqrt 2), ln m = 2 artanh((m - 1) /
 // (m + 1)).
