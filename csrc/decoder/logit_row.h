@@ -9,10 +9,10 @@
 #include <span>
 
 #include "decoder/sampler_math.h"
+#include "decoder/weigh.h"
 
 namespace ringlm::detail {
 
-constexpr std::size_t kBlock = 256;
 constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kMaxFloat = std::numeric_limits<float>::max();
@@ -95,31 +95,19 @@ class Weigher {
   Weigher(float max, float inv_t)
       : max_(max), scale_(std::min(inv_t * kLog2E, kMaxFloat)), least_(max - 126.0f / scale_) {}
 
-  // Of logits that are at least `lowest`, else 0. `lowest` must not be below least().
-  F4 operator()(F4 x, F4 lowest) const {
-    return keep_if(x >= lowest, exp2_in_range((x - splat(max_)) * splat(scale_)));
-  }
   // Below this the weight counts as 0.
   float least() const { return std::max(least_, -kMaxFloat); }
 
-  float operator()(float x) const { return (*this)(splat(x), splat(least()))[0]; }
+  float operator()(float x) const { return x >= least() ? exp2_in_range((x - max_) * scale_) : 0.0f; }
+
+  // The weights of a block where the logits are at least `lowest`, else 0, into weights [kBlock]; returns
+  // their sum. `lowest` must not be below least().
+  double block(const float* x, float lowest, float* weights) const {
+    return weigh_block(x, max_, scale_, lowest, weights);
+  }
 
  private:
   float max_, scale_, least_;
 };
-
-// The weights of a block where the logits are at least `lowest`, else 0, into out [kBlock], and their sum.
-// Sums of sixteen terms are floats, the rest is double.
-inline double weigh_block(const Weigher& weigh, const float* x, float lowest, float* out) {
-  F4 part[4] = {};
-  for (std::size_t i = 0; i < kBlock; i += 16) {
-    for (std::size_t j = 0; j < 4; ++j) {
-      const F4 w = weigh(load4(x + i + 4 * j), splat(lowest));
-      store4(out + i + 4 * j, w);
-      part[j] += w;
-    }
-  }
-  return (sum_of(part[0]) + sum_of(part[1])) + (sum_of(part[2]) + sum_of(part[3]));
-}
 
 }  // namespace ringlm::detail

@@ -46,9 +46,13 @@ std::size_t first_not_finite(std::span<const float> x) {
   const U4 exponent = {0x7f800000, 0x7f800000, 0x7f800000, 0x7f800000};
   std::size_t i = 0;
   for (; i + kBlock <= x.size(); i += kBlock) {
-    I4 bad = {};
-    for (std::size_t j = 0; j < kBlock; j += 4) bad |= ((U4)load4(&x[i + j]) & exponent) == exponent;
-    if (bad[0] | bad[1] | bad[2] | bad[3]) break;
+    I4 bad[4] = {};
+    for (std::size_t j = 0; j < kBlock; j += 16) {
+      for (std::size_t k = 0; k < 4; ++k) {
+        bad[k] |= ((U4)load4(&x[i + j + 4 * k]) & exponent) == exponent;
+      }
+    }
+    if (bits_of((bad[0] | bad[1]) | (bad[2] | bad[3])) != 0) break;
   }
   while (i < x.size() && std::isfinite(x[i])) ++i;
   return i;
@@ -139,7 +143,7 @@ double log_of_sum(std::span<const float> logits, float max) {
   const Weigher weigh(max, 1);
   double sum = 0;
   for (std::size_t b = 0; b < row.n_blocks(); ++b) {
-    sum += weigh_block(weigh, row.block(b), weigh.least(), weights.data());
+    sum += weigh.block(row.block(b), weigh.least(), weights.data());
   }
   return std::log(sum);
 }

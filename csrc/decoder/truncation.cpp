@@ -18,9 +18,9 @@ constexpr std::size_t kLeastSample = 1024;  // from fewer the cut is not guessed
 constexpr double kDeviations = 3;           // standard deviations of the sample that the bracket allows
 constexpr std::size_t kSortAtMost = 32;     // fewer tokens than this are sorted
 
-// Each logit that is not minus infinity counts 1.
+// Each logit counts 1.
 struct Count {
-  F4 of(F4 x) const { return keep_if(x >= splat(-kMaxFloat), splat(1)); }
+  float of(float) const { return 1; }
   F4 at(std::size_t) const { return splat(1); }
   float at_one(std::size_t) const { return 1; }
 };
@@ -30,7 +30,7 @@ struct Weight {
   Weigher weigh;
   const float* weights;
 
-  F4 of(F4 x) const { return weigh(x, splat(weigh.least())); }
+  float of(float x) const { return weigh(x); }
   F4 at(std::size_t pos) const { return load4(weights + pos); }
   float at_one(std::size_t pos) const { return weights[pos]; }
 };
@@ -171,11 +171,11 @@ Truncation::Bracket Truncation::guess_weight(std::span<const std::uint32_t> samp
                                              double beyond, const Weigher& weigh) {
   Bracket bracket = whole;
   double below = 0;
-  for (std::size_t i = 0; i < sample.size(); i += 4) {
-    const std::size_t n = std::min<std::size_t>(4, sample.size() - i);
-    float x[4] = {}, weights[4];
+  for (std::size_t i = 0; i < sample.size(); i += kBlock) {
+    const std::size_t n = std::min(kBlock, sample.size() - i);
+    float x[kBlock] = {}, weights[kBlock];
     for (std::size_t j = 0; j < n; ++j) x[j] = float_of(sample[i + j]);
-    store4(weights, weigh(load4(x), splat(weigh.least())));
+    weigh.block(x, weigh.least(), weights);
     for (std::size_t j = 0; j < n; ++j) {
       const double w = static_cast<double>(weights[j]) * kStride;
       const double factor = kDeviations * kDeviations * w;
@@ -238,7 +238,7 @@ bool Truncation::find(const Row& row, std::span<const float> block_max, Bracket 
   const F4 lo = splat(in.lo), hi = splat(in.hi);
   const auto find_equal = [&](float x, double& above) {
     const std::int64_t n = count_equal(row, block_max, x);
-    const std::int64_t k = reach(above, n, static_cast<double>(measure.of(splat(x))[0]), target);
+    const std::int64_t k = reach(above, n, static_cast<double>(measure.of(x)), target);
     if (k > 0) cut = {x, position_of_equal(row, block_max, x, k)};
     return k > 0;
   };
@@ -252,18 +252,17 @@ bool Truncation::find(const Row& row, std::span<const float> block_max, Bracket 
     if (block_max[b] < std::max(row.lowest(b), in.lo)) continue;
     const float* x = row.block(b);
     F4 sum[2] = {};
-    for (std::size_t i = 0; i < kBlock; i += 8) {
-      const F4 v[2] = {load4(x + i), load4(x + i + 4)};
-      I4 inside[2];
-      for (std::size_t h = 0; h < 2; ++h) {
-        const I4 high = v[h] >= hi;
-        sum[h] += keep_if(high, measure.at(b * kBlock + i + 4 * h));
-        inside[h] = (v[h] > lo) & ~high;
+    for (std::size_t i = 0; i < kBlock; i += 16) {
+      unsigned inside = 0;
+      for (std::size_t j = 0; j < 16; j += 4) {
+        const F4 v = load4(x + i + j);
+        const I4 high = v >= hi;
+        sum[j / 4 % 2] += keep_if(high, measure.at(b * kBlock + i + j));
+        inside |= bits_of((v > lo) & ~high) << j;
       }
-      if (!any(inside[0] | inside[1])) continue;
-      for (std::size_t j = 0; j < 8; ++j) {
-        entries_[m] = {x[i + j], static_cast<std::uint32_t>(b * kBlock + i + j)};
-        m += inside[j / 4][j % 4] != 0;
+      for (; inside != 0; inside &= inside - 1) {
+        const std::size_t j = i + static_cast<std::size_t>(std::countr_zero(inside));
+        entries_[m++] = {x[j], static_cast<std::uint32_t>(b * kBlock + j)};
       }
     }
     above += sum_of(sum[0] + sum[1]);
@@ -311,7 +310,7 @@ Cut Truncation::top_p(const Row& row, std::span<const float> block_max, float ma
   for (std::size_t b = 0; b < row.n_blocks(); ++b) {
     const float lowest = std::max(row.lowest(b), whole.lo);
     if (block_max[b] < lowest) continue;
-    total += weigh_block(weight.weigh, row.block(b), lowest, &weights_[b * kBlock]);
+    total += weight.weigh.block(row.block(b), lowest, &weights_[b * kBlock]);
   }
   // At least one token is kept.
   const double target = std::max(p * total, std::numeric_limits<double>::min());
