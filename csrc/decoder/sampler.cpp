@@ -8,9 +8,7 @@
 #include "ringlm/sampler.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <sstream>
 #include <string>

@@ -6,8 +6,11 @@
 // sample decides about time alone.
 #include "decoder/truncation.h"
 
+#include <algorithm>
 #include <bit>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <utility>
 
 namespace ringlm::detail {
