@@ -3,9 +3,14 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace ringlm::detail {
 
@@ -19,36 +24,47 @@ inline F4 load4(const float* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-inline void store4(float* p, F4 v) { std::memcpy(p, &v, sizeof v); }
-inline void store4(std::int32_t* p, I4 v) { std::memcpy(p, &v, sizeof v); }
-inline bool any(I4 mask) {
-  std::uint64_t half[2];
-  std::memcpy(half, &mask, sizeof mask);
-  return (half[0] | half[1]) != 0;
-}
 inline F4 splat(float v) { return F4{v, v, v, v}; }
 inline F4 keep_if(I4 mask, F4 v) { return (F4)(mask & (I4)v); }
-inline F4 max4(F4 a, F4 b) { return a > b ? a : b; }  // b if a is NaN
-inline F4 min4(F4 a, F4 b) { return a < b ? a : b; }
+
+// The larger of each two, b where one of them is NaN; a bit for each lane of a mask. For both SSE has one
+// instruction, which g++ does not find by itself.
+#ifdef __SSE2__
+inline F4 max4(F4 a, F4 b) { return (F4)_mm_max_ps((__m128)a, (__m128)b); }
+inline unsigned bits_of(I4 mask) { return static_cast<unsigned>(_mm_movemask_ps((__m128)mask)); }
+#else
+inline F4 max4(F4 a, F4 b) { return a > b ? a : b; }
+inline unsigned bits_of(I4 mask) {
+  const I4 bits = mask & I4{1, 2, 4, 8};
+  return static_cast<unsigned>((bits[0] | bits[1]) | (bits[2] | bits[3]));
+}
+#endif
 
 constexpr float kLog2E = 0x1.715476p0f;
 
-// 2^y for y <= 0, within 1.25 ulp; 2^-126 for y < -126 and NaN, so that no result is denormal. With
-// y = n + f and |f| <= 1/2: 2^f = 1 + f p(f), where p of degree 5 minimizes the largest relative error over
-// the interval (2e-9, then rounded to floats), and n goes into the exponent.
+// 2^y for -126 <= y <= 0, within 1.25 ulp; some value for others. With y = n + f and |f| <= 1/2:
+// 2^f = 1 + f p(f), where p of degree 5 minimizes the largest relative error over the interval (2e-9, then
+// rounded to floats), and n goes into the exponent. Of a float, in a form that compilers vectorize.
+[[gnu::always_inline]] inline float exp2_in_range(float y) {
+  constexpr float round = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits
+  const float shifted = y + round;
+  const float f = y - (shifted - round);
+  float p = 0x1.41fbbcp-13f;
+  p = p * f + 0x1.5f3e52p-10f;
+  p = p * f + 0x1.3b2d4cp-7f;
+  p = p * f + 0x1.c6aee8p-5f;
+  p = p * f + 0x1.ebfbdcp-3f;
+  p = p * f + 0x1.62e43p-1f;
+  const float e = p * f + 1.0f;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(e) +
+                              (std::bit_cast<std::uint32_t>(shifted) << 23));
+}
+
+// The same for y <= 0; 2^-126 for y < -126 and NaN, so that no result is denormal.
 inline F4 exp2_nonpositive(F4 y) {
-  y = max4(y, splat(-126.0f));
-  const F4 round = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
-  const F4 shifted = y + round;
-  const F4 f = y - (shifted - round);
-  F4 p = splat(0x1.41fbbcp-13f);
-  p = p * f + splat(0x1.5f3e52p-10f);
-  p = p * f + splat(0x1.3b2d4cp-7f);
-  p = p * f + splat(0x1.c6aee8p-5f);
-  p = p * f + splat(0x1.ebfbdcp-3f);
-  p = p * f + splat(0x1.62e43p-1f);
-  const F4 e = p * f + splat(1.0f);
-  return (F4)((U4)e + ((U4)shifted << 23));
+  F4 e;
+  for (int i = 0; i < 4; ++i) e[i] = exp2_in_range(y[i] > -126.0f ? y[i] : -126.0f);
+  return e;
 }
 
 // ln(x) for finite x > 0, to about 2 ulp: x = 2^e m with m in [1/sqrt 2, sqrt 2), ln m = 2 artanh((m - 1) /
