@@ -40,7 +40,7 @@ void bind_model(py::module_& m) {
 
   py::class_<ModelHandle>(m, "Model")
       .def(py::init([](const std::string& path, int n_threads, const std::string& backend) {
-             py::gil_scoped_release release;
+             const NoGil no_gil;
              return ModelHandle{Model::open(path, {n_threads, backend})};
            }),
            py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu")

@@ -50,7 +50,8 @@ class Model:
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx
         self._idle: list[Session] = []
-        self._lock = threading.Lock()
+        # Reentrant: a stream that nobody wants any more gives its session back wherever it is collected.
+        self._lock = threading.RLock()
         self._closed = False
 
     @classmethod
