@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,7 @@ class Chat:
     def cancel(self) -> None:
         """From any thread: a turn that is not over ends with Cancelled. Without one nothing happens."""
         turn = None if self._active is None else self._active()
-        if turn is not None and turn.gi_frame is not None:
+        if turn is not None and getgeneratorstate(turn) != GEN_CLOSED:
             self.session.cancel()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -214,10 +215,10 @@ class Chat:
     def _finish_active(self) -> None:
         turn = None if self._active is None else self._active()
         if turn is not None:
-            if turn.gi_running:
+            if getgeneratorstate(turn) == GEN_RUNNING:
                 raise StateError(
-                    "the chat is answering, in another thread or around this call: wait for the answer, or end "
-                    "it with cancel()"
+                    "the chat is answering, in another thread or around this call: wait for the answer, or "
+                    "end it with cancel()"
                 )
             turn.close()
         self._active = None

@@ -40,13 +40,15 @@ class Model:
         backend: str = "cpu",
         n_ctx: int | None = None,
     ) -> None:
-        if n_threads is not None and n_threads < 1:
-            raise InvalidArgument(f"n_threads is {n_threads}; expected at least 1, or None for the default")
+        if n_threads is not None and (not isinstance(n_threads, int) or not 1 <= n_threads < 2**31):
+            raise InvalidArgument(
+                f"n_threads is {n_threads!r:.40}; expected at least 1, or None for the default"
+            )
         import ringlm._core as core
 
         self.path = Path(path)
         #: The native model.
-        self.core = core.Model(str(self.path), n_threads or 0, backend)
+        self.core = core.Model(self.path, n_threads or 0, backend)
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx
         self._idle: list[Session] = []
