@@ -49,6 +49,7 @@ class Model:
         self.path = Path(path)
         #: The native model.
         self.core = core.Model(self.path, n_threads or 0, backend)
+        self._config = self.core.config  # sessions outlive close()
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx
         self._idle: list[Session] = []
@@ -69,11 +70,11 @@ class Model:
     def config(self) -> core.Config:
         """The architecture: ``n_layer``, ``n_head``, ``n_head_kv``, ``head_dim``, ``n_ctx_train`` and so
         on."""
-        return self.core.config
+        return self._config
 
     @property
     def n_vocab(self) -> int:
-        return self.core.config.n_vocab
+        return self._config.n_vocab
 
     @property
     def n_threads(self) -> int:

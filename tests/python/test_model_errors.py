@@ -335,6 +335,18 @@ def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     assert describe(path)["supported"]
 
 
+def test_a_session_outlives_its_closed_model(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", Shape())
+    with Model(tmp_path / "model.gguf") as model:
+        session = model.session()
+        expected = [session.prefill([1, 2, 3]), session.decode(4)]
+        session.rewind(4)
+    assert (session.prefill([1, 2, 3]) == expected[0]).all() and (session.decode(4) == expected[1]).all()
+    assert len(list(session.generate([5], max_tokens=3, stop_ids=()))) == 3
+    with pytest.raises(errors.StateError, match="closed"):
+        model.session()
+
+
 @pytest.mark.parametrize("n_threads", [0, -1, 1.5, "2", 10**30])
 def test_numbers_of_threads(tmp_path: Path, n_threads: Any) -> None:
     with pytest.raises(errors.InvalidArgument, match="n_threads"):
