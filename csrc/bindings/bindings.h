@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "ringlm/error.h"
@@ -11,6 +13,44 @@
 #include "ringlm/sampler.h"
 
 namespace ringlm::bindings {
+
+// Asks for the GIL. Once the interpreter is being finalized CPython ends a thread that does so by
+// pthread_exit, which in glibc unwinds the stack, and the first destructor on the way would abort the
+// process. Such a thread is held here until the process ends, as CPython itself does from 3.14 on.
+template <class F>
+auto or_wait_for_exit(F ask) {
+  try {
+    return ask();
+  } catch (...) {  // Python's functions throw nothing: this is the unwinding
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+}
+
+// For its lifetime the thread does not hold the GIL.
+class NoGil {
+ public:
+  NoGil() : state_(PyEval_SaveThread()) {}
+  ~NoGil() {
+    or_wait_for_exit([this] { PyEval_RestoreThread(state_); });
+  }
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// For its lifetime, within that of a NoGil, the thread holds the GIL again.
+class Gil {
+ public:
+  Gil() : state_(or_wait_for_exit([] { return PyGILState_Ensure(); })) {}
+  ~Gil() { PyGILState_Release(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
 
 // What Python holds: close() lets go of the model, open sessions keep it.
 struct ModelHandle {
@@ -34,7 +74,7 @@ class PySampler {
       std::atomic_flag& flag;
       ~Release() { flag.clear(std::memory_order_release); }
     } const release{busy_};
-    const pybind11::gil_scoped_release no_gil;
+    const NoGil no_gil;
     return f(sampler_);
   }
 

@@ -170,7 +170,7 @@ Opening checks every key, string, array and tensor against the size of the file,
 objects. Raises FileFormatError, UnsupportedModelError, or Error when a file cannot be opened or a part of a
 split model is missing.)")
       .def(py::init([](const std::filesystem::path& path) {
-             py::gil_scoped_release release;
+             const NoGil no_gil;
              return std::make_shared<File>(File::open(path));
            }),
            py::arg("path"))

@@ -4,7 +4,9 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 
+#include <filesystem>
 #include <optional>
 
 #include "bindings/bindings.h"
@@ -39,13 +41,15 @@ void bind_model(py::module_& m) {
       .def_property_readonly("group", &Config::group);
 
   py::class_<ModelHandle>(m, "Model")
-      .def(py::init([](const std::string& path, int n_threads, const std::string& backend) {
-             py::gil_scoped_release release;
+      .def(py::init([](const std::filesystem::path& path, int n_threads, const std::string& backend) {
+             const NoGil no_gil;
              return ModelHandle{Model::open(path, {n_threads, backend})};
            }),
            py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu")
       .def_property_readonly("config", [](const ModelHandle& h) { return h.get()->config(); })
-      .def_property_readonly("path", [](const ModelHandle& h) { return h.get()->paths().front().string(); })
+      .def_property_readonly(
+          "path",
+          [](const ModelHandle& h) { return py::cast(h.get()->paths().front()).attr("__fspath__")(); })
       .def_property_readonly("n_threads", [](const ModelHandle& h) { return h.get()->n_threads(); })
       .def_property_readonly("backend", [](const ModelHandle& h) { return h.get()->backend(); })
       .def_property_readonly("nbytes", [](const ModelHandle& h) { return h.get()->weight_bytes(); })

@@ -144,7 +144,7 @@ void bind_sampler(py::module_& m) {
       [](const py::object& logits) {
         const Row row = float_row(logits);
         const auto x = span_of(row);
-        const py::gil_scoped_release no_gil;
+        const NoGil no_gil;
         return argmax(x);
       },
       py::arg("logits"), "Index of the largest logit, the lowest one of equals.");
@@ -154,7 +154,7 @@ void bind_sampler(py::module_& m) {
         const Row row = float_row(logits);
         const auto x = span_of(row);
         const std::int32_t token = int32("token id", id);
-        const py::gil_scoped_release no_gil;
+        const NoGil no_gil;
         return log_probability(x, token);
       },
       py::arg("logits"), py::arg("id"), "Natural logarithm of the probability of one token.");
@@ -166,7 +166,7 @@ void bind_sampler(py::module_& m) {
         const std::int32_t n = int32("k", k);
         std::vector<LogProb> best;
         {
-          const py::gil_scoped_release no_gil;
+          const NoGil no_gil;
           best = top_log_probabilities(x, n);
         }
         std::vector<std::pair<std::int32_t, float>> pairs;

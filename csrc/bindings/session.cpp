@@ -118,11 +118,11 @@ void prefill(Session& s, const py::object& tokens, const py::object& out, bool a
   if (all_logits && out.is_none()) throw InvalidArgument("all_logits needs an array `out` to write to");
   const std::span<float> logits = writable(out, shape);
   const auto between_chunks = [&](std::size_t done, std::size_t total) {
-    py::gil_scoped_acquire gil;
+    const Gil gil;
     hear_signals();
     progress(done, total);
   };
-  py::gil_scoped_release release;
+  const NoGil no_gil;
   s.prefill(ids, all_logits ? logits : std::span<float>{},
             progress.is_none() ? Session::Progress{} : Session::Progress(between_chunks));
   if (!all_logits) fill(s, logits);
@@ -131,7 +131,7 @@ void prefill(Session& s, const py::object& tokens, const py::object& out, bool a
 void decode(Session& s, const py::object& token, const py::object& out) {
   const std::int32_t id = token_id(token);
   const std::span<float> logits = writable(out, row_shape(s));
-  py::gil_scoped_release release;
+  const NoGil no_gil;
   s.decode(id);
   fill(s, logits);
 }
@@ -139,17 +139,17 @@ void decode(Session& s, const py::object& token, const py::object& out) {
 }  // namespace
 
 void bind_session(py::module_& m) {
-  using Release = py::call_guard<py::gil_scoped_release>;
+  using Release = py::call_guard<NoGil>;
   py::class_<Session>(m, "Session")
       .def(py::init([](const ModelHandle& model, std::int64_t n_ctx, const std::string& k,
                        const std::string& v, std::int32_t chunk) {
              const auto poll = [] {
-               py::gil_scoped_acquire gil;
+               const Gil gil;
                hear_signals();
              };
              const SessionOptions options{n_ctx, chunk, kv_format(k), kv_format(v), poll};
              const std::shared_ptr<const Model> shared = model.get();
-             py::gil_scoped_release release;
+             const NoGil no_gil;
              return std::make_unique<Session>(shared, options);
            }),
            py::arg("model"), py::arg("n_ctx") = 0, py::arg("kv_k") = "f16", py::arg("kv_v") = "f16",
@@ -167,16 +167,20 @@ void bind_session(py::module_& m) {
           "log_probability",
           [](const Session& s, const py::object& token) {
             const std::int32_t id = token_id(token);
-            py::gil_scoped_release release;
+            const NoGil no_gil;
             return s.log_probability(id);
           },
           py::arg("id"))
       .def(
           "top_log_probabilities",
           [](const Session& s, std::int32_t k) {
+            std::vector<LogProb> best;
+            {
+              const NoGil no_gil;
+              best = s.top_log_probabilities(k);
+            }
             py::list result;
-            for (const LogProb& p : s.top_log_probabilities(k))
-              result.append(py::make_tuple(p.id, p.logprob));
+            for (const LogProb& p : best) result.append(py::make_tuple(p.id, p.logprob));
             return result;
           },
           py::arg("k"))

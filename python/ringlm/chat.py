@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ringlm.errors import InvalidArgument
+from ringlm.errors import InvalidArgument, StateError
 from ringlm.text import generate_text, stop_list
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ class Chat:
         sampling = self.sampling.replace(**changes)
         stops = self.stop if stop is None else stop_list(stop)
         self._finish_active()
-        turn = self._reply(text, max_tokens or self.max_tokens, stops, sampling, progress)
+        turn = self._reply(
+            text, self.max_tokens if max_tokens is None else max_tokens, stops, sampling, progress
+        )
         self._active = weakref.ref(turn)  # no more than that: leaving the loop has to end the turn
         return turn
 
@@ -114,8 +117,10 @@ class Chat:
         return "".join(self.send(text, **options))
 
     def cancel(self) -> None:
-        """From any thread: the running turn ends with Cancelled."""
-        self.session.cancel()
+        """From any thread: a turn that is not over ends with Cancelled. Without one nothing happens."""
+        turn = None if self._active is None else self._active()
+        if turn is not None and getgeneratorstate(turn) != GEN_CLOSED:
+            self.session.cancel()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the conversation as JSON, whole or not at all."""
@@ -210,5 +215,10 @@ class Chat:
     def _finish_active(self) -> None:
         turn = None if self._active is None else self._active()
         if turn is not None:
+            if getgeneratorstate(turn) == GEN_RUNNING:
+                raise StateError(
+                    "the chat is answering, in another thread or around this call: wait for the answer, or "
+                    "end it with cancel()"
+                )
             turn.close()
         self._active = None

@@ -56,7 +56,7 @@ class _Options:
             if value is not None or name == "seed":
                 given[_SAMPLING[name]] = value
         if given.get("logit_bias"):
-            given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+            given["logit_bias"] = _bias(given["logit_bias"])
         return Sampling().replace(**given)
 
     def finish(self) -> None:
@@ -112,6 +112,24 @@ class _Job:
         }
 
 
+def _bias(given: Any) -> dict[int, float]:
+    """Biases by token id; JSON has made strings of the ids."""
+    try:
+        return {int(token): float(bias) for token, bias in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidArgument(
+            f"logit_bias is {given!r:.80}; expected a mapping of token ids to numbers"
+        ) from None
+
+
+def _prompt_ids(model: Model, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt)
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, bytearray)):
+        raise InvalidArgument(f"the prompt is of type {type(prompt).__name__}; expected text or token ids")
+    return list(prompt)
+
+
 def _limit(max_tokens: Any) -> int | None:
     if max_tokens is None or (isinstance(max_tokens, int) and max_tokens <= 0):
         return None
@@ -151,7 +169,7 @@ def create_completion(
     include_usage = _wants_usage(given.take("stream_options"))
     job = _Job(
         model,
-        model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+        _prompt_ids(model, prompt),
         _limit(given.take("max_tokens", 16)),
         stop_list(given.take("stop")),
         given.sampling(),
@@ -169,7 +187,7 @@ def create_completion(
     head = _head("cmpl", "text_completion", model)
     if stream:
         return _stream_text(job, head, echoed, include_usage)
-    return _drain(_stream_text(job, head, echoed, True))
+    return _whole_text(job, head, echoed)
 
 
 def _text_choice(text: str, logprobs: Json | None, finish: str | None) -> Json:
@@ -192,8 +210,27 @@ def _stream_text(job: _Job, head: Json, echoed: str, include_usage: bool) -> Ite
                 yield head | {"choices": [_text_choice(piece.text, logprobs, None)]}
     finally:
         pieces.close()
-    last = head | {"choices": [_text_choice("", None, done.finish_reason)]}
-    yield last | {"usage": job.usage(len(done.ids))} if include_usage else last
+    yield head | {"choices": [_text_choice("", None, done.finish_reason)]}
+    if include_usage:
+        yield head | {"choices": [], "usage": job.usage(len(done.ids))}
+
+
+def _whole_text(job: _Job, head: Json, echoed: str) -> Json:
+    text: list[str] = []
+    logprobs: Json | None = None
+    finish: str | None = None
+    usage: Json = {}
+    for chunk in _stream_text(job, head, echoed, True):
+        usage = chunk.get("usage", usage)
+        for choice in chunk["choices"]:
+            text.append(choice["text"])
+            finish = choice["finish_reason"] or finish
+            if logprobs is None:
+                logprobs = choice["logprobs"]
+            elif choice["logprobs"]:
+                for key, values in choice["logprobs"].items():
+                    logprobs[key] += values
+    return head | {"choices": [_text_choice("".join(text), logprobs, finish)], "usage": usage}
 
 
 def _text_logprobs(model: Model, piece: Piece, offset: int) -> Json:
@@ -207,21 +244,6 @@ def _text_logprobs(model: Model, piece: Piece, offset: int) -> Json:
         "token_logprobs": [token.logprob for token in piece.tokens],
         "top_logprobs": [{shown(i): p for i, p in token.top} for token in piece.tokens],
     }
-
-
-def _drain(chunks: Iterator[Json]) -> Json:
-    """One text_completion out of its chunks."""
-    text, logprobs, last = "", None, {}
-    for chunk in chunks:
-        last, choice = chunk, chunk["choices"][0]
-        text += choice["text"]
-        if choice["logprobs"]:
-            logprobs = (
-                choice["logprobs"]
-                if logprobs is None
-                else {k: logprobs[k] + v for k, v in choice["logprobs"].items()}
-            )
-    return last | {"choices": [_text_choice(text, logprobs, last["choices"][0]["finish_reason"])]}
 
 
 # ---- conversations -----------------------------------------------------------------------------------------

@@ -76,8 +76,20 @@ class Llama(Model):
         ids = self.tokenizer.encode(text.decode("utf-8"), add_special=add_bos, parse_special=special)
         return list(ids)
 
-    def detokenize(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self.tokenizer.token_bytes(token) for token in tokens)
+    def detokenize(
+        self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
+    ) -> bytes:
+        """The bytes of ``tokens``; control tokens have none, or with ``special`` their names.
+
+        One space behind a BOS is taken away, as SentencePiece put it there. ``prev_tokens`` changes nothing.
+        """
+        raw = [
+            self.tokenizer.token_bytes(token)
+            for token in tokens
+            if special or not self.tokenizer.is_control(token)
+        ]
+        text = b"".join(raw)
+        return text.removeprefix(b" ") if list(tokens[:1]) == [self.tokenizer.bos_id] else text
 
     def token_bos(self) -> int:
         return -1 if self.tokenizer.bos_id is None else int(self.tokenizer.bos_id)

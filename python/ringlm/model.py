@@ -40,17 +40,21 @@ class Model:
         backend: str = "cpu",
         n_ctx: int | None = None,
     ) -> None:
-        if n_threads is not None and n_threads < 1:
-            raise InvalidArgument(f"n_threads is {n_threads}; expected at least 1, or None for the default")
+        if n_threads is not None and (not isinstance(n_threads, int) or not 1 <= n_threads < 2**31):
+            raise InvalidArgument(
+                f"n_threads is {n_threads!r:.40}; expected at least 1, or None for the default"
+            )
         import ringlm._core as core
 
         self.path = Path(path)
         #: The native model.
-        self.core = core.Model(str(self.path), n_threads or 0, backend)
+        self.core = core.Model(self.path, n_threads or 0, backend)
+        self._config = self.core.config  # sessions outlive close()
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx
         self._idle: list[Session] = []
-        self._lock = threading.Lock()
+        # Reentrant: a stream that nobody wants any more gives its session back wherever it is collected.
+        self._lock = threading.RLock()
         self._closed = False
 
     @classmethod
@@ -66,11 +70,11 @@ class Model:
     def config(self) -> core.Config:
         """The architecture: ``n_layer``, ``n_head``, ``n_head_kv``, ``head_dim``, ``n_ctx_train`` and so
         on."""
-        return self.core.config
+        return self._config
 
     @property
     def n_vocab(self) -> int:
-        return self.core.config.n_vocab
+        return self._config.n_vocab
 
     @property
     def n_threads(self) -> int:

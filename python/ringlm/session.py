@@ -114,10 +114,9 @@ class Session:
     def __init__(
         self, model: Model, *, n_ctx: int | None = None, kv: str | tuple[str, str] = "f16", chunk: int = 128
     ) -> None:
-        if n_ctx is not None and (not isinstance(n_ctx, int) or n_ctx < 1):
-            raise InvalidArgument(
-                f"n_ctx is {n_ctx!r}; expected a positive number of tokens, or None for the default"
-            )
+        if n_ctx is not None:
+            _check_count("n_ctx", n_ctx, "or None for the default")
+        _check_count("chunk", chunk, "as many as one step takes")
         kv_k, kv_v = (kv, kv) if isinstance(kv, str) else kv
         import ringlm._core as core
 
@@ -344,7 +343,10 @@ class Session:
         params = {f.name: getattr(how, f.name) for f in dataclasses.fields(how)} | {"seed": seed}
         if params["logit_bias"] is not None:
             params["logit_bias"] = dict(params["logit_bias"])
-        return core.Sampler(self.model.n_vocab, **params)
+        try:
+            return core.Sampler(self.model.n_vocab, **params)
+        except TypeError:  # of no number, or of one that fits no machine word
+            raise InvalidArgument(f"{how!r:.500} holds what is no number, or a number out of range") from None
 
     def _prefill(self, ids: Any, out: Any, all_logits: bool, progress: Progress | None) -> None:
         before, began = self.position, time.perf_counter()
@@ -364,3 +366,8 @@ class Session:
     def _record(self, token: int, k: int) -> TokenLogprobs:
         top = tuple(self._core.top_log_probabilities(k)) if k else ()
         return TokenLogprobs(token, self._core.log_probability(token), top)
+
+
+def _check_count(name: str, value: Any, otherwise: str) -> None:
+    if not isinstance(value, int) or not 1 <= value < 2**31:
+        raise InvalidArgument(f"{name} is {value!r:.40}; expected a positive number of tokens, {otherwise}")

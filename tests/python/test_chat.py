@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from ringlm.chat import Chat
-from ringlm.errors import Cancelled, ContextOverflow, InvalidArgument, NumericError, TemplateError
+from ringlm.errors import (
+    Cancelled,
+    ContextOverflow,
+    InvalidArgument,
+    NumericError,
+    StateError,
+    TemplateError,
+)
 from ringlm.model import Model
 from ringlm.template import ChatTemplate
 from test_template import CHATML_STYLE, LLAMA_STYLE
@@ -163,6 +170,33 @@ def test_an_error_in_the_answer_keeps_what_was_said(error: BaseException) -> Non
     assert chat.ask("Go on") == "ok"
 
 
+def test_a_turn_that_runs_is_not_interrupted_by_another_call() -> None:
+    chat, _ = chat_with("ok")
+
+    def progress(n: int, total: int) -> None:
+        for call in (lambda: chat.send("More"), chat.reset, chat.close):
+            with pytest.raises(StateError, match="answering"):
+                call()
+
+    assert "".join(chat.send("Hi", progress=progress)) == "ok"
+    assert [m["content"] for m in chat.messages] == ["Hi", "ok"]
+
+
+def test_cancel_concerns_a_turn_that_is_not_over() -> None:
+    chat, _ = chat_with("one", "two")
+    chat.cancel()
+    turn = chat.send("Hi")
+    assert "".join(turn) == "one"
+    chat.cancel()
+    assert chat.ask("More") == "two"
+    chat.send("Never begun")
+    chat.cancel()
+    turn = chat.send("Again")
+    chat.cancel()
+    with pytest.raises(Cancelled):
+        list(turn)
+
+
 def test_a_conversation_that_does_not_fit() -> None:
     chat, core = chat_with("one", "two", n_ctx=80)
     assert chat.ask("Hi") == "one"
@@ -198,6 +232,8 @@ def test_stop_strings_limits_and_sampling() -> None:
     assert chat.ask("Hi", stop=[], max_tokens=3, temperature=0.1) == "one" and chat.finish_reason == "length"
     assert ToySampler.made[-1].params["temperature"] == 0.1
     assert chat.ask("Hi") == "one."
+    with pytest.raises(InvalidArgument, match="max_tokens is 0"):
+        chat.ask("Hi", max_tokens=0)
     rendered = chat.template.render(chat.messages[:5]).encode(TOKENIZER)
     assert core.tokens[: len(rendered)] == rendered
 

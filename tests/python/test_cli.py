@@ -534,6 +534,9 @@ def test_usage(ringlm: Command, args: tuple[str, ...]) -> None:
         (("--backend", "gpu"), "'gpu'"),
         (("--repeat-penalty", "0"), "repetition_penalty"),
         (("-c", "100000"), "n_ctx is 100000"),
+        (("-c", "9" * 30), "n_ctx is 999"),
+        (("--chunk", "9" * 30), "chunk is 999"),
+        (("--top-k", "9" * 30), "top_k=999"),
         (("--stop", ""), "stop"),
     ],
 )
@@ -541,6 +544,22 @@ def test_refused_values(ringlm: Command, models: Models, args: tuple[str, ...], 
     done = ringlm("run", models.random, "-p", "x", "-n", "1", *args)
     assert (done.code, done.out) == (1, "")
     assert says in done.err and done.err.count("\n") == 1
+
+
+@posix
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_closed_standard_streams(models: Models, closed: int) -> None:
+    done = subprocess.run(
+        [*MAIN, "chat", models.chain, "--temp", "0", *(["-p", "x"] if closed else [])],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        preexec_fn=lambda: os.close(closed),
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (b"" if closed < 2 else f"{ANSWER}\n".encode())
+    assert done.stderr == b""
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "info", "perplexity"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -83,9 +84,12 @@ def test_streamed_completion_equals_the_whole_one(model: Model) -> None:
         )
     )
     assert len({c["id"] for c in chunks}) == 1 and all(c["object"] == "text_completion" for c in chunks)
-    assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"] == "one two. "
-    assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["stop"]
+    assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert not any("usage" in c for c in chunks[:-1])
+    choices = [c["choices"][0] for c in chunks[:-1]]
+    assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"] == "one two. "
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["stop"]
     logprobs = whole["choices"][0]["logprobs"]
     assert "".join(logprobs["tokens"]) == "one two. three" and len(logprobs["token_logprobs"]) == 14
     assert logprobs["text_offset"] == list(range(14))
@@ -200,6 +204,30 @@ def test_completions_refuse_what_they_can_not_do(model: Model) -> None:
         model.create_completion("a", echo=True, logprobs=1)
     with pytest.raises(InvalidArgument, match="logprobs"):
         model.create_completion("a", logprobs=99)
+    for prompt in (b"bytes", 5, None):
+        with pytest.raises(InvalidArgument, match="expected text or token ids"):
+            model.create_completion(prompt)  # type: ignore[call-overload]
+    for bias in ({"the": 1}, {1: "much"}, [1]):
+        with pytest.raises(InvalidArgument, match="logit_bias"):
+            model.create_completion("a", logit_bias=bias)
+
+
+def test_a_stream_may_be_collected_while_the_model_is_busy_with_itself(model: Model) -> None:
+    """The collector may run anywhere, also where the same thread holds the model's lock."""
+    model.core.script = lambda ids: TOKENIZER.id("the")
+    stream = [model.create_completion("a", stream=True, max_tokens=5)]
+    next(stream[0])
+
+    def drop() -> None:
+        with model._lock:
+            stream.clear()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert model.create_completion("a", max_tokens=1)["choices"][0]["text"] == "the"
+    assert len(ToySession.opened) == 1
 
 
 def test_pull_opens_what_the_hub_returns(toy_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +251,9 @@ def test_a_llama_cpp_script_runs(toy_core: Any) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "thethe"
     assert ToySampler.made[-1].params["seed"] == 8
     ids = llm.tokenize("né</s>".encode(), special=True)
-    assert ids[-1] == llm.token_eos() and llm.detokenize(ids) == "né".encode() and llm.token_bos() == 1
+    assert ids[-1] == llm.token_eos() and llm.token_bos() == 1
+    assert llm.detokenize(ids) == "né".encode() and llm.detokenize(ids, special=True) == "né</s>".encode()
+    assert llm.detokenize([1, *llm.tokenize(b" a")]) == b"a" and llm.detokenize(llm.tokenize(b" a")) == b" a"
     with pytest.raises(InvalidArgument, match="n_gpu_layers=-1"):
         Llama("toy.gguf", n_gpu_layers=-1)
     with pytest.raises(TypeError, match="n_layers"):

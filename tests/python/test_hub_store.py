@@ -71,6 +71,8 @@ def test_resolve(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("tiny").mkdir()  # a folder of that name is in nobody's way
     assert hub.resolve("tiny", registry=registry) == pulled
     Path("folder").mkdir()
+    with pytest.raises(InvalidArgument, match="pipe or device"):
+        hub.resolve(os.devnull, registry=registry)
     with pytest.raises(InvalidArgument, match="is a folder"):
         hub.resolve("folder", registry=registry)
     for name in ("none.gguf", "tin", "hf:a/b", "x" * 5000, "a\x00b", "~nobody-here/x.gguf"):

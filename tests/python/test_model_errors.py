@@ -12,8 +12,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from random_llama import Shape, random_weights
-from ringlm import _core, errors
+from random_llama import Shape, random_weights, write_llama
+from ringlm import Model, _core, errors
+from ringlm.info import describe
 
 SHAPE = Shape(n_ctx_train=64)
 Keys = dict[str, tuple[str, Any]]  # key -> (type as GGUFWriter's add_* names it, value)
@@ -323,3 +324,30 @@ def test_hostile_values_are_refused_without_large_allocations(tmp_path: Path) ->
     assert run.returncode == 0, run.stderr
     opened, refused = map(int, run.stdout.split())
     assert opened > 20 and refused > 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names of other systems are Unicode")
+def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    write_llama(path, Shape())
+    with Model(path) as model:
+        assert model.core.path == str(path) and model.session().prefill([1]).shape == (96,)
+    assert describe(path)["supported"]
+
+
+def test_a_session_outlives_its_closed_model(tmp_path: Path) -> None:
+    write_llama(tmp_path / "model.gguf", Shape())
+    with Model(tmp_path / "model.gguf") as model:
+        session = model.session()
+        expected = [session.prefill([1, 2, 3]), session.decode(4)]
+        session.rewind(4)
+    assert (session.prefill([1, 2, 3]) == expected[0]).all() and (session.decode(4) == expected[1]).all()
+    assert len(list(session.generate([5], max_tokens=3, stop_ids=()))) == 3
+    with pytest.raises(errors.StateError, match="closed"):
+        model.session()
+
+
+@pytest.mark.parametrize("n_threads", [0, -1, 1.5, "2", 10**30])
+def test_numbers_of_threads(tmp_path: Path, n_threads: Any) -> None:
+    with pytest.raises(errors.InvalidArgument, match="n_threads"):
+        Model(tmp_path / "any.gguf", n_threads=n_threads)

@@ -636,6 +636,37 @@ def test_after_fork(path: str) -> None:
         in_subprocess(code, path, how)
 
 
+def test_threads_that_still_work_when_the_interpreter_ends(path: str) -> None:
+    code = """
+        import sys, threading, time
+        import numpy as np
+        from ringlm import _core
+
+        class Late:  # its end holds the interpreter up while it is being finalized
+            def __del__(self, sleep=time.sleep):
+                sleep(0.4)
+
+        late = Late()
+        model = _core.Model(sys.argv[1], 1, "cpu")
+        sampler = _core.Sampler(96)
+        def forever(step):
+            while True:
+                step()
+        def prefill(session=_core.Session(model)):
+            session.prefill([1] * 50, progress=lambda done, total: None)
+            session.rewind(50)
+        def decode(session=_core.Session(model)):
+            session.decode(1)
+            session.top_log_probabilities(3)
+            session.rewind(1)
+        steps = prefill, decode, lambda: _core.Model(sys.argv[1], 1, "cpu"), sampler.reset
+        for step in steps:
+            threading.Thread(target=forever, args=(step,), daemon=True).start()
+        time.sleep(0.2)
+    """
+    in_subprocess(code, path)
+
+
 def test_ctrl_c_in_the_middle_of_a_chunk(long_path: str) -> None:
     code = """
         import os, signal, sys, threading, time

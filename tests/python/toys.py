@@ -115,10 +115,12 @@ class ToyTokenizer:
         return self._special[text] if text in self._special else self._pieces[text.encode()]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", errors="replace")
+        return b"".join(self._bytes[i] for i in ids if not self.is_control(i)).decode(
+            "utf-8", errors="replace"
+        )
 
     def token_bytes(self, token: int) -> bytes:
-        return b"" if self.is_control(token) else self._bytes[token]
+        return self._bytes[token]
 
     def token_text(self, token: int) -> str:
         return self._bytes[token].decode("utf-8", errors="replace")
@@ -138,7 +140,8 @@ class ToyStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token))
+        control = self._tokenizer.is_control(token)
+        return self._decoder.decode(b"" if control else self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

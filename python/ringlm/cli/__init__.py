@@ -23,6 +23,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     0 done, 1 failed, 2 wrong usage, 130 interrupted, 143 terminated. An error is one line on stderr."""
     state.debug = False
+    _open_missing_streams()
     args = sys.argv[1:] if args is None else list(args)
     try:
         try:
@@ -40,6 +41,14 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     except Exception as e:
         return _fail(e)
+
+
+def _open_missing_streams() -> None:
+    """Standard streams that the caller has closed (``>&-``) become empty, so that no other file gets their
+    number and nobody has to ask whether they exist."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 @contextmanager

@@ -77,8 +77,9 @@ def resolve(
     if not name.startswith("hf:") and os.path.isfile(path):
         return Path(path)
     registry = registry or Registry.load()
-    if os.path.isdir(path) and name not in registry.entries:
-        raise InvalidArgument(f"{name!r} is a folder, expected a GGUF file or the name of a model")
+    if os.path.exists(path) and name not in registry.entries:
+        kind = "folder" if os.path.isdir(path) else "pipe or device"
+        raise InvalidArgument(f"{name!r} is a {kind}, expected a GGUF file or the name of a model")
     return pull(name, progress=progress, registry=registry)
 
 
