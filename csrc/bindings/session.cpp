@@ -185,7 +185,7 @@ void bind_session(py::module_& m) {
           },
           py::arg("k"))
       .def("rewind", &Session::rewind, py::arg("n"), Release())
-      .def("cancel", &Session::cancel, Release())
+      .def("cancel", &Session::cancel, py::arg("wanted") = true, Release())
       .def("close", &Session::close, Release())
       .def_property_readonly("closed", &Session::closed)
       .def_property_readonly("position", &Session::position)

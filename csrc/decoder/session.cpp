@@ -23,7 +23,8 @@ std::int64_t choose_n_ctx(const Config& c, std::int64_t wanted) {
   if (wanted < 0 || wanted > trained) {
     throw InvalidArgument("n_ctx is " + std::to_string(wanted) + "; expected 1 to " +
                           std::to_string(trained) + ", the length that the model was trained for" +
-                          (c.rope_factor > 1.0 ? " times its RoPE scaling" : "") + ", or 0 for the default");
+                          (c.rope_factor > 1.0 ? " times its RoPE scaling" : "") +
+                          ", or leave it out for the default");
   }
   return wanted;
 }
@@ -310,7 +311,7 @@ void Session::rewind(std::int64_t n) {
   s.position -= n;
 }
 
-void Session::cancel() noexcept { impl_->cancelled.store(true, std::memory_order_relaxed); }
+void Session::cancel(bool wanted) noexcept { impl_->cancelled.store(wanted, std::memory_order_relaxed); }
 
 void Session::close() {
   Impl& s = *impl_;

@@ -1,11 +1,14 @@
-"""What a chat is made of: a tokenizer, one session, and a loop of prefill, draw, decode."""
+"""What a chat is made of: a tokenizer, one session, and a loop of prefill, draw, decode.
+
+python session.py [model.gguf]
+"""
 
 import sys
 
 import numpy as np
 from ringlm import Model
 
-model = Model(sys.argv[1])
+model = Model(sys.argv[1]) if len(sys.argv) > 1 else Model.pull("smollm2-135m")
 tokenizer = model.tokenizer
 session = model.session(n_ctx=512)
 print(f"K/V cache: {session.kv_nbytes:,} bytes for {session.n_ctx} tokens")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,14 +129,16 @@ class Chat:
             "saved": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "messages": self._messages,
         }
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            with temporary.open("w", encoding="utf-8", errors="replace") as file:
                 json.dump(record, file, ensure_ascii=False, indent=2)
                 file.write("\n")
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
+            temporary.replace(target)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                error.filename, error.filename2 = str(target), None  # of no interest: the temporary name
             raise
 
     def close(self) -> None:
@@ -221,4 +222,5 @@ class Chat:
                     "end it with cancel()"
                 )
             turn.close()
+            self.session.cancel(False)  # a cancel that came too late for this turn is not for the next one
         self._active = None

@@ -63,7 +63,11 @@ def perplexity(
     if windows == 0:
         raise InvalidArgument(
             f"the text has {len(ids)} tokens and one window takes {n_ctx}: "
-            f"give a longer text, or a context of at most {len(ids)}"
+            + (
+                f"give a longer text, or a context of at most {len(ids)}"
+                if len(ids) >= 3
+                else "give a longer text"
+            )
         )
     began = time.perf_counter()
     scores: list[npt.NDArray[np.float64]] = []

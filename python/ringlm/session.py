@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import secrets
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
 
@@ -117,7 +116,10 @@ class Session:
         if n_ctx is not None:
             _check_count("n_ctx", n_ctx, "or None for the default")
         _check_count("chunk", chunk, "as many as one step takes")
-        kv_k, kv_v = (kv, kv) if isinstance(kv, str) else kv
+        pair = (kv, kv) if isinstance(kv, str) else kv
+        if not isinstance(pair, tuple) or [type(name) for name in pair] != [str, str]:
+            raise InvalidArgument(f"kv is {kv!r}; expected 'f16' or 'f32', or a pair of them for K and V")
+        kv_k, kv_v = pair
         import ringlm._core as core
 
         self._core = core.Session(model.core, n_ctx or 0, kv_k, kv_v, chunk)
@@ -219,9 +221,10 @@ class Session:
         """Forgets the last ``n`` tokens."""
         self._core.rewind(n)
 
-    def cancel(self) -> None:
-        """From any thread: the running step, or the next one to begin, raises Cancelled."""
-        self._core.cancel()
+    def cancel(self, wanted: bool = True) -> None:
+        """From any thread: the running step, or the next one to begin, raises Cancelled. ``cancel(False)``
+        takes back what no step has heard yet."""
+        self._core.cancel(wanted)
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Rewinds to the longest common prefix of the cache and ``tokens`` and returns its length.
@@ -230,9 +233,11 @@ class Session:
         ContextOverflow, and leaves the cache alone, if ``tokens`` are more than ``n_ctx``.
         """
         if len(tokens) > self.n_ctx:
+            trained = int(self.model.config.n_ctx_train * self.model.config.rope_factor)
+            fits = f"open the session with n_ctx={len(tokens)} or more"
             raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}; shorten it or "
-                f"open the session with n_ctx={len(tokens)} or more"
+                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}; shorten it"
+                + (f" or {fits}" if len(tokens) <= trained else f": the model was trained for {trained}")
             )
         held = self.tokens
         same = 0
@@ -321,21 +326,22 @@ class Session:
     def _ids(self, tokens: Any) -> npt.NDArray[np.int32]:
         import numpy as np
 
+        n_vocab = self.model.n_vocab
         if isinstance(tokens, (str, bytes)):
             raise InvalidArgument("tokens are text; encode it first: model.tokenizer.encode(text)")
-        try:
-            ids = [operator.index(token) for token in tokens]
-        except TypeError:
-            raise InvalidArgument(f"tokens must be a sequence of integers, not {tokens!r:.80}") from None
-        if not ids:
+        ids = np.array(list(tokens) if isinstance(tokens, Iterable) else tokens)
+        if ids.shape == (0,):
             raise InvalidArgument("tokens are empty; give at least one, for instance model.tokenizer.bos_id")
-        n_vocab = self.model.n_vocab
-        for i, token in enumerate(ids):
-            if not 0 <= token < n_vocab:
-                raise InvalidArgument(
-                    f"tokens[{i}] is {token}; the vocabulary has the ids 0 to {n_vocab - 1}"
-                )
-        return np.array(ids, np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InvalidArgument(
+                f"tokens must be integers of the vocabulary, 0 to {n_vocab - 1}, in one sequence, "
+                f"not {tokens!r:.80}"
+            )
+        outside = np.flatnonzero((ids < 0) | (ids >= n_vocab))
+        if outside.size:
+            i = int(outside[0])
+            raise InvalidArgument(f"tokens[{i}] is {ids[i]}; the vocabulary has the ids 0 to {n_vocab - 1}")
+        return ids.astype(np.int32)
 
     def _sampler(self, how: Sampling, seed: int) -> core.Sampler:
         import ringlm._core as core

@@ -197,6 +197,15 @@ def test_cancel_concerns_a_turn_that_is_not_over() -> None:
         list(turn)
 
 
+def test_a_cancel_that_came_too_late_is_not_for_the_next_turn() -> None:
+    chat, _ = chat_with("a long answer", "two")
+    turn = chat.send("Hi")
+    next(turn)
+    chat.cancel()
+    chat.reset()  # ends the turn before any step heard of it
+    assert chat.ask("Hi")
+
+
 def test_a_conversation_that_does_not_fit() -> None:
     chat, core = chat_with("one", "two", n_ctx=80)
     assert chat.ask("Hi") == "one"

@@ -406,6 +406,14 @@ def test_cancel_waits_for_one_step(model: Any) -> None:
         np.testing.assert_array_equal(last(session), fresh(model, TEXT[:21]))
 
 
+def test_cancel_can_be_taken_back(model: Any) -> None:
+    session = _core.Session(model)
+    session.cancel()
+    session.cancel(False)
+    session.prefill(TEXT[:20])
+    np.testing.assert_array_equal(last(session), fresh(model, TEXT[:20]))
+
+
 def test_a_prefill_cancelled_between_chunks(model: Any) -> None:
     session = _core.Session(model, chunk=16)
     with pytest.raises(errors.Cancelled, match=f"32 of {N}") as caught:

@@ -152,7 +152,7 @@ class ToyModel:
 
     def __init__(self, path: str, n_threads: int = 0, backend: str = "cpu") -> None:
         self.path, self.n_threads, self.backend = path, n_threads or 2, backend
-        self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_train=256)
+        self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_train=256, rope_factor=1.0)
         self.nbytes = 1000
         self.closed = False
         self.script: Callable[[list[int]], int] = lambda ids: (sum(ids) * 31 + len(ids)) % 200 + 20
@@ -245,8 +245,8 @@ class ToySession:
         del self.tokens[self.position - n :]
         self._logits = None
 
-    def cancel(self) -> None:
-        self._cancelled = True
+    def cancel(self, wanted: bool = True) -> None:
+        self._cancelled = wanted
 
     def close(self) -> None:
         self.closed = True

@@ -63,7 +63,8 @@ class Session {
   void rewind(std::int64_t n);
 
   // From any thread: the running step, or else the next one to begin, throws Cancelled, between two layers.
-  void cancel() noexcept;
+  // cancel(false) takes back what no step has heard yet.
+  void cancel(bool wanted = true) noexcept;
 
   // Frees the memory. Idempotent, and allowed in a child of fork(); everything else then throws StateError.
   void close();

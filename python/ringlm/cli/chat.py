@@ -27,7 +27,8 @@ HELP = """\
 /save FILE  write the conversation as JSON
 /help       show this
 /exit       leave; so does Ctrl-D
-Ctrl-C stops an answer, and leaves where there is none. Alt-Enter begins a new line."""
+Ctrl-C      stop the answer; leave where there is none
+Alt-Enter   begin a new line"""
 
 
 @app.command("chat")
@@ -88,7 +89,7 @@ def chat_command(
             if not talk.say(text):
                 raise typer.Exit(130)
         elif sys.stdin.isatty():
-            title = model.config.name or model.path.name
+            title = (model.config.name or model.path.name) if "/" in name else name
             _note(f"{title}, context {chat.session.n_ctx}; /help lists commands")
             talk.interact()
         elif not talk.read(sys.stdin):
@@ -189,6 +190,8 @@ class Conversation:
             stopped = interrupted()
         if not stopped:
             self._notes()
+        elif not last:
+            _note("stopped before the answer began: the message was not sent")
         return not stopped
 
     def _notes(self) -> None:
