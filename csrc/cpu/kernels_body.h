@@ -146,11 +146,8 @@ void silu_mul(float* gate, const float* up, std::int64_t n) {
 void store_row(KvFormat format, const float* src, std::uint8_t* dst, std::int32_t n) {
   if (format == KvFormat::F32) {
     std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
-    return;
-  }
-  for (std::int32_t i = 0; i < n; ++i) {
-    const std::uint16_t h = f32_to_f16(src[i]);
-    std::memcpy(dst + 2 * i, &h, sizeof h);
+  } else {
+    f32_to_f16_row(src, dst, n);
   }
 }
 

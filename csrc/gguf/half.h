@@ -60,6 +60,14 @@ static inline std::uint16_t f32_to_f16(float f) {
 #endif
 }
 
+// n halves, at any address.
+static inline void f32_to_f16_row(const float* src, std::uint8_t* dst, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint16_t h = f32_to_f16(src[i]);
+    std::memcpy(dst + 2 * i, &h, sizeof h);
+  }
+}
+
 static inline float bf16_to_f32(std::uint16_t h) { return from_bits(static_cast<std::uint32_t>(h) << 16); }
 
 }  // namespace ringlm

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "gguf/blocks.h"
 #include "gguf/half.h"
 
 namespace ringlm::kv {
@@ -22,24 +23,15 @@ Cache::Cache(const Layout& layout) : layout_(layout), region_(layout.nbytes(), "
 void store_row(KvFormat format, const float* src, std::byte* dst, std::int32_t n) {
   if (format == KvFormat::F32) {
     std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
-    return;
-  }
-  for (std::int32_t i = 0; i < n; ++i) {
-    const std::uint16_t h = f32_to_f16(src[i]);
-    std::memcpy(dst + 2 * i, &h, sizeof h);
+  } else {
+    f32_to_f16_row(src, reinterpret_cast<std::uint8_t*>(dst), n);
   }
 }
 
 void load_row(KvFormat format, const std::byte* src, float* dst, std::int32_t n) {
-  if (format == KvFormat::F32) {
-    std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
-    return;
-  }
-  for (std::int32_t i = 0; i < n; ++i) {
-    std::uint16_t h;
-    std::memcpy(&h, src + 2 * i, sizeof h);
-    dst[i] = f16_to_f32(h);
-  }
+  const auto* p = reinterpret_cast<const std::uint8_t*>(src);
+  const auto count = static_cast<std::size_t>(n);
+  format == KvFormat::F32 ? blocks::f32(p, dst, count) : blocks::f16(p, dst, count);
 }
 
 }  // namespace ringlm::kv

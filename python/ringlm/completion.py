@@ -6,11 +6,12 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ringlm.errors import InvalidArgument
 from ringlm.session import Sampling, TokenLogprobs
-from ringlm.text import Piece, TextGeneration, generate_text, stop_list
+from ringlm.text import Piece, generate_text, stop_list
 
 if TYPE_CHECKING:
     from ringlm.model import Model
@@ -81,10 +82,13 @@ class _Job:
     sampling: Sampling
     logprobs: int | None
     continuation: bool  # raw text goes on with the prompt's; an answer begins a text
+    # Set by run().
     cached: int = 0
+    completion_tokens: int = 0
+    finish_reason: str | None = None
 
-    def run(self) -> Generator[Piece, None, TextGeneration]:
-        """Yields pieces with text or tokens, and returns the generation."""
+    def run(self) -> Generator[Piece, None, None]:
+        """Yields pieces with text or tokens."""
         with self.model.idle_session() as session:
             self.cached = session.reuse(self.ids)
             pieces = generate_text(
@@ -101,13 +105,13 @@ class _Job:
                 yield from pieces
             finally:
                 pieces.close()
-            return pieces
+            self.completion_tokens, self.finish_reason = len(pieces.ids), pieces.finish_reason
 
-    def usage(self, completion_tokens: int) -> Json:
+    def usage(self) -> Json:
         return {
             "prompt_tokens": len(self.ids),
-            "completion_tokens": completion_tokens,
-            "total_tokens": len(self.ids) + completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": len(self.ids) + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
@@ -197,22 +201,14 @@ def _text_choice(text: str, logprobs: Json | None, finish: str | None) -> Json:
 def _stream_text(job: _Job, head: Json, echoed: str, include_usage: bool) -> Iterator[Json]:
     if echoed:
         yield head | {"choices": [_text_choice(echoed, None, None)]}
-    pieces = job.run()
-    try:
-        while True:
-            try:
-                piece = next(pieces)
-            except StopIteration as end:
-                done: TextGeneration = end.value
-                break
+    with closing(job.run()) as pieces:
+        for piece in pieces:
             logprobs = None if job.logprobs is None else _text_logprobs(job.model, piece, len(echoed))
             if piece.text or logprobs:
                 yield head | {"choices": [_text_choice(piece.text, logprobs, None)]}
-    finally:
-        pieces.close()
-    yield head | {"choices": [_text_choice("", None, done.finish_reason)]}
+    yield head | {"choices": [_text_choice("", None, job.finish_reason)]}
     if include_usage:
-        yield head | {"choices": [], "usage": job.usage(len(done.ids))}
+        yield head | {"choices": [], "usage": job.usage()}
 
 
 def _whole_text(job: _Job, head: Json, echoed: str) -> Json:
@@ -289,22 +285,14 @@ def _stream_chat(job: _Job, head: Json, include_usage: bool) -> Iterator[Json]:
         }
 
     yield chunk({"role": "assistant"})
-    pieces = job.run()
-    try:
-        while True:
-            try:
-                piece = next(pieces)
-            except StopIteration as end:
-                done: TextGeneration = end.value
-                break
+    with closing(job.run()) as pieces:
+        for piece in pieces:
             logprobs = None if job.logprobs is None else {"content": _chat_logprobs(job.model, piece.tokens)}
             if piece.text or logprobs:
                 yield chunk({"content": piece.text}, logprobs)
-    finally:
-        pieces.close()
-    yield chunk({}, finish=done.finish_reason)
+    yield chunk({}, finish=job.finish_reason)
     if include_usage:
-        yield head | {"choices": [], "usage": job.usage(len(done.ids))}
+        yield head | {"choices": [], "usage": job.usage()}
 
 
 def _whole_chat(job: _Job, head: Json) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
@@ -20,7 +19,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     ``kv_bytes`` (at ``n_ctx_default``) are for keys and values of all layers together, by storage type.
     Sizes are bytes. Raises FileFormatError and UnsupportedModelError where the file cannot be read at all.
     """
-    core: Any = importlib.import_module("ringlm._core")
+    import ringlm._core as core
+
     file = core.GGUF(os.fspath(path))
     arch = _text(file, "general.architecture")
     reason = _why_not(path)
@@ -58,7 +58,8 @@ def _number(file: Any, key: str) -> Any:
 
 
 def _why_not(path: str | os.PathLike[str]) -> str | None:
-    core: Any = importlib.import_module("ringlm._core")
+    import ringlm._core as core
+
     try:
         core.Model(os.fspath(path), 1, "cpu").close()
     except Error as e:
