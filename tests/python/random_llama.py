@@ -5,6 +5,7 @@ Both are made from the same arrays, so the oracle shares nothing with ringlm but
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,10 +14,19 @@ import numpy as np
 
 Array = np.ndarray
 
+#: (layer, q [T, n_head, dim], k and v [T, n_head_kv, dim], none of them turned yet) -> [T, n_head, dim]
+Attention = Callable[[int, Array, Array, Array], Array]
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A small llama. `types` maps the end of a tensor name (or "default") to a GGUF type."""
+    """A small llama. `types` maps the end of a tensor name (or "default") to a GGUF type.
+
+    `windows` is what each layer sees, 0 for everything; none are in the file, `Model(window=...)` takes them.
+    `slow_bias` adds a bias of norm 900 on so many of the slowest pairs to every K head of the layers
+    `slow_bias_layers`. `k_outlier` makes one channel of K so many times larger, and that of Q smaller: the
+    scores stay as they are.
+    """
 
     n_vocab: int = 96
     n_embd: int = 64
@@ -34,6 +44,10 @@ class Shape:
     biases: bool = True
     eps: float = 1e-5
     seed: int = 0
+    windows: tuple[int, ...] = ()
+    slow_bias: int = 0
+    slow_bias_layers: tuple[int, ...] = (0, 1)
+    k_outlier: float = 1.0
     types: dict[str, str] = field(default_factory=lambda: {"default": "F32"})
 
     @property
@@ -79,12 +93,34 @@ def random_weights(s: Shape) -> dict[str, Array]:
                 w[p + name + ".bias"] = bias(n)
             for name, n in [("ffn_gate", s.n_ff), ("ffn_up", s.n_ff), ("ffn_down", s.n_embd)]:
                 w[p + name + ".bias"] = bias(n)
+        if s.k_outlier != 1.0:
+            _enlarge_a_channel(s, w, p)
+        if s.slow_bias and i in s.slow_bias_layers:
+            w[p + "attn_k.bias"] = w.get(p + "attn_k.bias", np.zeros(kv, np.float32)) + _slow_bias(s, i)
     w["output_norm.weight"] = norm(s.n_embd)
     if not s.tied:
         w["output.weight"] = matrix(s.n_vocab, s.n_embd)
     if s.freq_factors:
         w["rope_freqs.weight"] = rng.uniform(1.0, 8.0, s.turning // 2).astype(np.float32)
     return w
+
+
+def _slow_bias(s: Shape, layer: int) -> Array:
+    """[n_head_kv * dim]: norm 900 in every head, on the pairs that turn most slowly."""
+    slow = np.random.default_rng([s.seed, layer]).standard_normal((s.n_head_kv, 2 * s.slow_bias))
+    slow *= 900.0 / np.linalg.norm(slow, axis=1, keepdims=True)
+    out = np.zeros((s.n_head_kv, s.dim), np.float32)
+    out[:, s.turning - 2 * s.slow_bias : s.turning] = slow
+    return out.ravel()
+
+
+def _enlarge_a_channel(s: Shape, w: dict[str, Array], p: str) -> None:
+    """Of both elements of the middle pair, so that the larger K and the smaller Q cancel after RoPE too."""
+    pair = slice(s.turning // 4 * 2, s.turning // 4 * 2 + 2)
+    for name, heads, factor in [("attn_q", s.n_head, 1 / s.k_outlier), ("attn_k", s.n_head_kv, s.k_outlier)]:
+        for part in (".weight", ".bias"):
+            if p + name + part in w:
+                w[p + name + part].reshape(heads, s.dim, -1)[:, pair] *= factor
 
 
 def random_blocks(
@@ -167,10 +203,25 @@ def rounded(x: Array, kv: str) -> Array:
     return x.astype({"f32": np.float32, "f16": np.float16}[kv]).astype(np.float64)
 
 
-def reference_logits(s: Shape, weights: dict[str, Array], tokens: list[int], kv: str = "f32") -> Array:
-    """Logits [n_tokens, n_vocab] in float64, by the definitions, for the whole text at once."""
+def rope_frequencies(s: Shape, weights: dict[str, Array]) -> Array:
+    """Radians a position, [turning / 2], float64."""
+    frequency = s.rope_base ** (-np.arange(0, s.turning, 2) / s.turning) / (s.rope_factor or 1.0)
+    return frequency / weights["rope_freqs.weight"].astype(np.float64) if s.freq_factors else frequency
+
+
+def rope(x: Array, positions: Array, frequency: Array) -> Array:
+    """x [T, heads, dim] turned to positions [T]; GGUF's llama turns neighbours."""
+    n = 2 * len(frequency)
+    pairs = (x[..., 0:n:2] + 1j * x[..., 1:n:2]) * np.exp(1j * positions[:, None, None] * frequency)
+    out = x.copy()
+    out[..., 0:n:2], out[..., 1:n:2] = pairs.real, pairs.imag
+    return out
+
+
+def forward(s: Shape, weights: dict[str, Array], tokens: list[int], attend: Attention) -> Array:
+    """Logits [n_tokens, n_vocab] in float64: everything of a llama but its attention, which is given."""
     w = {name: a.astype(np.float64) for name, a in weights.items()}
-    T, group = len(tokens), s.n_head // s.n_head_kv
+    T = len(tokens)
 
     def bias(name: str) -> Array:
         return w.get(name, np.zeros(1))
@@ -178,19 +229,7 @@ def reference_logits(s: Shape, weights: dict[str, Array], tokens: list[int], kv:
     def norm(x: Array, weight: Array) -> Array:
         return weight * x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float64(np.float32(s.eps)))
 
-    frequency = s.rope_base ** (-np.arange(0, s.turning, 2) / s.turning) / (s.rope_factor or 1.0)
-    if s.freq_factors:
-        frequency = frequency / w["rope_freqs.weight"]
-    turn = np.exp(1j * np.arange(T)[:, None, None] * frequency)  # [T, 1, pairs]
-
-    def rope(x: Array) -> Array:  # [T, heads, dim]; GGUF's llama turns neighbours
-        pairs = (x[..., 0 : s.turning : 2] + 1j * x[..., 1 : s.turning : 2]) * turn
-        out = x.copy()
-        out[..., 0 : s.turning : 2], out[..., 1 : s.turning : 2] = pairs.real, pairs.imag
-        return out
-
     x = w["token_embd.weight"][tokens]
-    causal = np.where(np.tri(T, dtype=bool), 0.0, -np.inf)
     for i in range(s.n_layer):
         p = f"blk.{i}."
         h = norm(x, w[p + "attn_norm.weight"])
@@ -198,18 +237,30 @@ def reference_logits(s: Shape, weights: dict[str, Array], tokens: list[int], kv:
             (h @ w[f"{p}attn_{n}.weight"].T + bias(f"{p}attn_{n}.bias")).reshape(T, -1, s.dim)
             for n in ("q", "k", "v")
         )
-        q, k = rope(q), rounded(rope(k), kv)
-        k, v = np.repeat(k, group, 1), np.repeat(rounded(v, kv), group, 1)
-        score = np.einsum("thd,shd->hts", q, k) / np.sqrt(s.dim) + causal
-        weight = np.exp(score - score.max(-1, keepdims=True))
-        weight /= weight.sum(-1, keepdims=True)
-        att = np.einsum("hts,shd->thd", weight, v).reshape(T, -1)
+        att = attend(i, q, k, v).reshape(T, -1)
         x = x + att @ w[p + "attn_output.weight"].T + bias(p + "attn_output.bias")
         h = norm(x, w[p + "ffn_norm.weight"])
         gate = h @ w[p + "ffn_gate.weight"].T + bias(p + "ffn_gate.bias")
         up = h @ w[p + "ffn_up.weight"].T + bias(p + "ffn_up.bias")
         x = x + (gate / (1.0 + np.exp(-gate)) * up) @ w[p + "ffn_down.weight"].T + bias(p + "ffn_down.bias")
     return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+def reference_logits(s: Shape, weights: dict[str, Array], tokens: list[int], kv: str = "f32") -> Array:
+    """Logits [n_tokens, n_vocab] of full attention, by the definitions, for the whole text at once."""
+    T, group = len(tokens), s.n_head // s.n_head_kv
+    frequency, positions = rope_frequencies(s, weights), np.arange(T)
+    causal = np.where(np.tri(T, dtype=bool), 0.0, -np.inf)
+
+    def attend(_: int, q: Array, k: Array, v: Array) -> Array:
+        q, k = rope(q, positions, frequency), rounded(rope(k, positions, frequency), kv)
+        k, v = np.repeat(k, group, 1), np.repeat(rounded(v, kv), group, 1)
+        score = np.einsum("thd,shd->hts", q, k) / np.sqrt(s.dim) + causal
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        return np.einsum("hts,shd->thd", weight, v)
+
+    return forward(s, weights, tokens, attend)
 
 
 def worst(found: Array, expected: Array) -> float:
