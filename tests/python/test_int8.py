@@ -151,7 +151,7 @@ def test_int8_stays_close_to_float32(tmp_path: Path, slow: int, head_dim: int) -
         return fed(open_session(model, Ring(N_CTX, 4, kv), 16), tokens)
 
     exact, found = logits("f32"), logits("int8")
-    # A float32 key of norm 900 is itself off by 3e-5, which is more than TOLERANCE in a score of these models.
+    # A float32 key of norm 900 is itself off by 3e-5, which is more than TOLERANCE in a score.
     assert worst(exact, ring_logits(shape, weights, tokens.tolist(), Ring(N_CTX, 4))) < 1e-3
     cost = mean_divergence(exact, found)
     assert 0 < cost < 1e-3
