@@ -168,14 +168,25 @@ def ring_attention(
 
     ``q_pinned`` are the queries for the rows before ``pinned``.
     """
-    group, first = q.shape[1] // k.shape[1], positions < pinned
+    group, n_head = q.shape[1] // k.shape[1], q.shape[1]
     k, v = np.repeat(k, group, 1).transpose(1, 2, 0), np.repeat(v, group, 1).transpose(1, 0, 2)
-    score = q.transpose(1, 0, 2) @ k
-    score[..., first] = q_pinned.transpose(1, 0, 2) @ k[..., first]
-    score = np.where(visible(positions, moving, pinned), score / np.sqrt(q.shape[-1]), -np.inf)
-    weight = np.exp(score - score.max(-1, keepdims=True))
-    weight /= weight.sum(-1, keepdims=True)
-    return (weight @ v).transpose(1, 0, 2)
+    q, q_pinned = (
+        q.transpose(1, 0, 2) / np.sqrt(q.shape[-1]),
+        q_pinned.transpose(1, 0, 2) / np.sqrt(q.shape[-1]),
+    )
+    sees, out = visible(positions, moving, pinned), np.empty((len(positions), n_head, v.shape[-1]))
+    for start in range(
+        0, len(positions), 64
+    ):  # only to save time: keys that none of the queries sees are left out
+        rows = slice(start, start + 64)
+        keys = np.flatnonzero(sees[rows].any(0))
+        first = positions[keys] < pinned
+        score = np.where(first, q_pinned[:, rows] @ k[..., keys], q[:, rows] @ k[..., keys])
+        score = np.where(sees[rows, keys], score, -np.inf)
+        weight = np.exp(score - score.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        out[rows] = (weight @ v[:, keys]).transpose(1, 0, 2)
+    return out
 
 
 def ring_run(

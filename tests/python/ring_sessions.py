@@ -74,11 +74,13 @@ def recorded(session: Any, shape: Shape, tokens: Array, piece: int) -> Run:
             t = np.arange(last + 1)
             seen = t[(t < ring.pinned_in(windows[layer])) | (last - t < ring.moving(windows[layer]))]
             for head, (positions, *found) in enumerate(heads):
-                np.testing.assert_array_equal(positions, seen)
+                assert np.array_equal(positions, seen)
                 old = seen < start
                 for kept, now in zip(rows, found, strict=True):
                     assert now.dtype == np.float32 and now.shape == (len(seen), shape.dim)
-                    np.testing.assert_array_equal(now[old], kept[layer][seen[old], head])
+                    assert np.array_equal(
+                        now[old].view(np.uint32), kept[layer][seen[old], head].view(np.uint32)
+                    )
                     kept[layer][seen, head] = now
     assert all(np.isfinite(a).all() for kept in rows for a in kept), "a row was never seen"
     return Run(np.concatenate(logits), Rows(*rows))

@@ -16,14 +16,16 @@ from ring_reference import (
     mean_divergence,
     ring_logits,
     ring_run,
+    rotation,
 )
 from ring_sessions import fed, open_model, open_session, recorded, text, write
 
-#: Largest difference over largest logit when oracle and ringlm read the same rows: float32 alone.
-TOLERANCE = 1e-4
+#: Largest difference over largest logit when oracle and ringlm read the same rows: float32 alone. The
+#: largest was 1e-5, where a strong bias makes the scores large.
+TOLERANCE = 5e-5
 #: Part of the codes that float32 may round to the other side. A code is one of 255 and float32 is off by some
-#: 1e-6 of the largest value, so about one in some thousand is on an edge.
-FLIPPED = 2e-3
+#: 1e-6 of the largest value, so about one in some thousand is on an edge; 2e-4 were found.
+FLIPPED = 1e-3
 BASE = Shape(n_embd=48, n_ff=64, n_ctx_train=512)
 
 
@@ -114,8 +116,6 @@ def test_a_wrong_rounding_would_be_noticed(tmp_path: Path, wrong: dict[str, bool
 
 def test_rows_that_are_read_back_are_codes_times_their_scale(tmp_path: Path) -> None:
     """Without a bias: turned into the basis of the rotation they lie on 255 points."""
-    from ring_reference import rotation
-
     shape = sized(96, biases=False)
     write(tmp_path / "m.gguf", shape)
     session = open_session(open_model(tmp_path / "m.gguf", shape), Ring(40, 4, "int8"))
@@ -151,8 +151,8 @@ def test_int8_stays_close_to_float32(tmp_path: Path, slow: int, head_dim: int) -
         return fed(open_session(model, Ring(N_CTX, 4, kv), 16), tokens)
 
     exact, found = logits("f32"), logits("int8")
-    # A float32 key of norm 900 is itself off by 3e-5, which is more than TOLERANCE in a score.
-    assert worst(exact, ring_logits(shape, weights, tokens.tolist(), Ring(N_CTX, 4))) < 1e-3
+    # A float32 key of norm 900 is itself off by 3e-5, and so is a score.
+    assert worst(exact, ring_logits(shape, weights, tokens.tolist(), Ring(N_CTX, 4))) < 2e-4
     cost = mean_divergence(exact, found)
     assert 0 < cost < 1e-3
     for start in range(64, N_TOKENS, 64):

@@ -11,8 +11,8 @@ from random_llama import Array, Shape, random_weights, worst
 from ring_reference import Ring, ring_logits, ring_run
 from ring_sessions import Slots, fed, open_model, open_session, recorded, text, write
 
-#: Largest difference over largest logit. The float32 of ringlm stays around 1e-6 in these models.
-TOLERANCE = 1e-4
+#: Largest difference over largest logit. The float32 of ringlm stays below 4e-6 in these models.
+TOLERANCE = 2e-5
 SMALL = Shape(n_embd=48, n_ff=64, head_dim=16, n_ctx_train=512)
 
 
@@ -120,7 +120,7 @@ class Nearer(Ring):
 def test_a_wrong_definition_would_be_noticed(wrong: Ring) -> None:
     weights, tokens = random_weights(SMALL), text(300).tolist()
     right = ring_logits(SMALL, weights, tokens, Ring(70, 4))
-    assert worst(ring_logits(SMALL, weights, tokens, wrong), right) > 100 * TOLERANCE
+    assert worst(ring_logits(SMALL, weights, tokens, wrong), right) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize("kv", ["f16", ("f16", "f32"), ("f32", "f16")], ids=str)
@@ -150,7 +150,7 @@ def test_f16_rows_are_rounded_to_nearest(tmp_path: Path, kv: str | tuple[str, st
 def test_angles_are_exact_at_far_positions(tmp_path: Path) -> None:
     """With one layer, a row depends on its token and position alone, so the oracle can skip what is not seen.
 
-    An angle in float32 would be off by up to 1e-3 at position 20,000.
+    An angle in float32 would be off by up to 1e-3 at position 20,000, and the logits by 9e-5.
     """
     shape = SMALL.with_(n_layer=1, n_embd=16, n_ff=16, n_head=2, n_head_kv=1)
     ring, T, pinned, tail = Ring(32, 4), 20_000, 4, 50
@@ -160,7 +160,7 @@ def test_angles_are_exact_at_far_positions(tmp_path: Path) -> None:
     found = fed(session, tokens[T - 10 :])
     kept = np.concatenate([np.arange(pinned), np.arange(T - tail, T)])
     expected = ring_run(shape, weights, tokens[kept].tolist(), ring, positions=kept).logits[-10:]
-    assert worst(found, expected) < TOLERANCE
+    assert worst(found, expected) < 1e-5
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ring_reference import Ring, ring_logits
 from ring_sessions import Slots, cached, fed, open_model, open_session, text, write
 from ringlm import _core, errors
 
-TOLERANCE = 1e-4
+TOLERANCE = 2e-5
 FULL = Shape(n_embd=48, n_ff=64, head_dim=16, n_ctx_train=512)
 MIXED = FULL.with_(n_layer=3, windows=(16, 0, 24))
 WINDOWED = FULL.with_(windows=(16, 24))
@@ -21,7 +20,8 @@ SHAPES = {"full": FULL, "mixed": MIXED, "windowed": WINDOWED}
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Array]]:
+def weights() -> dict[str, dict[str, Array]]:
+    """By the name of the shape; `models` fills it."""
     return {}
 
 
@@ -32,6 +32,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, dict[str
         weights[name] = write(folder / f"{name}.gguf", shape)
         out[name] = open_model(folder / f"{name}.gguf", shape)
     return out
+
+
+def saved(session: Any) -> bytes:
+    pieces: list[bytes] = []
+    session.save(pieces.append)
+    return b"".join(pieces)
 
 
 def state(session: Any, shape: Shape) -> tuple[Any, ...]:
@@ -81,7 +87,7 @@ def test_pinned_out_of_range(models: dict[str, Any], pinned: int) -> None:
     open_session(models["full"], Ring(40, 39))
 
 
-def test_nothing_can_be_pinned_where_every_layer_has_a_window(models: dict[str, Any], tmp_path: Path) -> None:
+def test_nothing_can_be_pinned_where_every_layer_has_a_window(models: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"pinned.*window"):
         open_session(models["windowed"], Ring(40, 1))
     open_session(models["windowed"], Ring(40, 0))
@@ -169,9 +175,10 @@ def test_rewind(
             session.prefill(tokens[:length])
             if not book.can(length, n):
                 before = state(session, shape)
+                whole = saved(session)
                 with pytest.raises(errors.InvalidArgument, match=rf"\b{most}\b"):
                     session.rewind(n)
-                assert state(session, shape) == before
+                assert state(session, shape) == before and saved(session) == whole
                 continue
             session.rewind(n)
             assert session.position == length - n
@@ -293,6 +300,7 @@ def test_a_fork_and_its_origin_go_on_alone(models: dict[str, Any], name: str, kv
         assert (session.nbytes, session.slots, session.overflow) == (origin.nbytes, origin.slots, "slide")
     if length:
         assert state(fork, SHAPES[name]) == state(origin, SHAPES[name])
+    assert saved(fork) == saved(origin)
     found: tuple[list[Array], list[Array]] = ([], [])
     for start in range(0, 90, 10):  # interleaved
         found[0].append(fed(origin, one[start : start + 10], [3, 1]))
@@ -305,11 +313,3 @@ def test_a_fork_and_its_origin_go_on_alone(models: dict[str, Any], name: str, kv
     third.rewind(5)
     expected = alone(np.concatenate([two[:85], one]))[85:]
     np.testing.assert_array_equal(fed(third, one), expected)
-
-
-def test_the_text_of_the_errors_says_what_to_do(models: dict[str, Any]) -> None:
-    session = open_session(models["full"], Ring(40), 6)
-    session.prefill(text(100))
-    with pytest.raises(errors.InvalidArgument) as caught:
-        session.rewind(50)
-    assert re.search(r"\b50\b", str(caught.value)) and re.search(r"\b6\b", str(caught.value))
