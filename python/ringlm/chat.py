@@ -13,21 +13,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ringlm.errors import InvalidArgument, StateError
+from ringlm.errors import ContextOverflow, InvalidArgument, StateError
 from ringlm.text import generate_text, stop_list
 
 if TYPE_CHECKING:
-    from ringlm.session import Sampling, Session
+    from ringlm.cache import CacheOptions
+    from ringlm.model import Model
+    from ringlm.sampling import Sampling
+    from ringlm.session import Session
     from ringlm.template import ChatTemplate, Rendered
     from ringlm.tokenizer import Tokenizer
 
-__all__ = ["Chat", "Usage"]
+__all__ = ["Chat", "Usage", "pinned_tokens"]
 
 
 @dataclass(frozen=True)
 class Usage:
     """What one turn took. Of ``prompt_tokens``, ``cached_tokens`` were in the cache and the rest was
-    prefilled."""
+    prefilled. Tokens that the context has forgotten do not count."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -40,9 +43,16 @@ class Usage:
 class Chat:
     """A conversation: ``for piece in chat.send("Hello"): print(piece, end="")``.
 
-    Each turn renders the whole conversation with the model's template and evaluates only what the session's
-    cache does not hold yet. ``stop``, ``max_tokens`` and ``sampling`` apply to every turn unless ``send``
-    says otherwise; ``variables`` go to the template (``enable_thinking=False``).
+    Each turn renders the conversation with the model's template and evaluates only what the session's cache
+    does not hold yet. ``stop``, ``max_tokens`` and ``sampling`` apply to every turn unless ``send`` says
+    otherwise; ``variables`` go to the template (``enable_thinking=False``).
+
+    With a session that slides the conversation never ends: the oldest tokens leave the context one by one,
+    and the session's pinned ones, which hold the system message, stay. Where the cache cannot be gone on with
+    (it was used for something else, or the template changes what was said before) the conversation is read
+    again, and if it is longer than the context, only its newest turns, up to half of the context. Without
+    ``max_tokens`` an answer then ends after as many tokens as the context moves, n_ctx - pinned: more would
+    leave nothing of the question.
     """
 
     def __init__(
@@ -57,7 +67,7 @@ class Chat:
         max_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        from ringlm.session import Sampling
+        from ringlm.sampling import Sampling
 
         self.session, self.tokenizer, self.template = session, tokenizer, template
         self.sampling = sampling or Sampling()
@@ -70,7 +80,8 @@ class Chat:
         self.last_usage: Usage | None = None
         self._active: weakref.ref[Generator[str, None, None]] | None = None
         self._messages: list[dict[str, Any]] = []
-        self._said: tuple[str, list[int]] | None = None
+        self._held: _Held | None = None
+        self._dropped = 0
         self.reset()
 
     @property
@@ -78,11 +89,16 @@ class Chat:
         """The conversation so far, the system message first; a copy."""
         return [dict(message) for message in self._messages]
 
+    @property
+    def forgetful(self) -> bool:
+        """True once the context no longer holds the whole conversation."""
+        return self.last_usage is not None and (self._dropped > 0 or self.session.stats.evicted > 0)
+
     def reset(self) -> None:
         """Forgets the conversation but the system message. The cache is reused where it still fits."""
         self._finish_active()
         self._messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self._said = None
+        self._held, self._dropped = None, 0
         self.finish_reason, self.last_usage = None, None
 
     def send(
@@ -98,7 +114,9 @@ class Chat:
 
         Leaving the loop keeps the partial answer in the conversation. An error or a cancellation before the
         first piece leaves the conversation as it was: ContextOverflow (nothing was computed), TemplateError,
-        Cancelled. ``changes`` are sampling parameters by name; ``progress(done, total)`` follows the prefill.
+        Cancelled. In a session that slides, ContextOverflow is for a message that alone is more than there is
+        room for beside the pinned tokens: its beginning would be forgotten before it is answered. ``changes``
+        are sampling parameters by name; ``progress(done, total)`` follows the prefill.
         """
         if not isinstance(text, str):
             raise InvalidArgument(f"a message is a string, not {type(text).__name__}")
@@ -166,18 +184,16 @@ class Chat:
     ) -> Generator[str, None, None]:
         from ringlm._provenance import mark
 
-        session, stats = self.session, self.session.stats
+        session = self.session
         messages = [*self._messages, {"role": "user", "content": text}]
-        rendered = self.template.render(messages, **self.variables)
-        ids = self._encode(rendered)
-        cached = session.reuse(ids)
-        decoded, prefilled = stats.decode_seconds, stats.prefill_seconds
+        marked, new = self._place(messages)
+        start, before = session.position, session.stats
         pieces = generate_text(
             session,
             self.tokenizer,
-            ids[cached:],
+            new,
             stop=stops,
-            max_tokens=max_tokens,
+            max_tokens=session.n_ctx - session.pinned if max_tokens is None and self._slides else max_tokens,
             sampling=sampling,
             progress=progress,
         )
@@ -191,27 +207,104 @@ class Chat:
         finally:
             pieces.close()
             if answer or self.finish_reason:
+                after = session.stats
                 self._messages = [*messages, {"role": "assistant", "content": answer}]
                 self.last_usage = Usage(
-                    prompt_tokens=len(ids),
-                    cached_tokens=cached,
-                    prefill_tokens=len(ids) - cached,
+                    prompt_tokens=before.visible + len(new),
+                    cached_tokens=before.visible,
+                    prefill_tokens=len(new),
                     completion_tokens=len(pieces.ids),
-                    prefill_seconds=stats.prefill_seconds - prefilled,
-                    decode_seconds=stats.decode_seconds - decoded,
+                    prefill_seconds=after.prefill_seconds - before.prefill_seconds,
+                    decode_seconds=after.decode_seconds - before.decode_seconds,
                 )
             if self.finish_reason and pieces.stop is None:
                 # The tokenizer may cut the same text in another way than the model did. The next turn goes on
                 # from the model's ids, so that the cache fits.
-                self._said = (rendered.marked + mark(answer), ids + pieces.ids)
+                fed = session.position - start
+                self._held = _Held(marked + mark(answer), session.position, [*new, *pieces.ids][fed:])
+            if self._held is not None:
+                self._held.left(session)
 
-    def _encode(self, rendered: Rendered) -> list[int]:
-        if self._said is not None:
-            text, ids = self._said
-            rest = rendered.encode_after(text, self.tokenizer)
-            if rest is not None:
-                return ids + rest
-        return rendered.encode(self.tokenizer)
+    # ---- what the cache holds ------------------------------------------------------------------------------
+
+    @property
+    def _slides(self) -> bool:
+        return self.session.overflow == "slide"
+
+    def _place(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        """Brings the session to where the conversation can go on. Returns the rendered text, marked, and the
+        ids that are to be fed. Raises ContextOverflow, and leaves the session alone, if they do not fit."""
+        rendered = self._render(messages)
+        new = self._continued(rendered)
+        if new is None:
+            rendered, ids = self._shortened(messages, rendered)
+            self._held = None
+            new = ids[self.session.reuse(ids) :]
+        return rendered.marked, new
+
+    def _continued(self, rendered: Rendered) -> list[int] | None:
+        """What is to be fed behind the tokens that the session holds; None if it can not go on from them."""
+        held, session = self._held, self.session
+        if held is None or not held.is_in(session):
+            return None
+        rest = rendered.encode_after(held.text, self.tokenizer)
+        if rest is None:
+            return None
+        if self._slides:
+            self._check_room(len(rest))
+        else:
+            session.check_fits(held.position + len(held.tail) + len(rest))
+        wanted, tokens = held.tail + rest, session.tokens
+        since = session.position - held.position  # fed by turns that failed or were left
+        if since > len(tokens) - (session.pinned if session.stats.evicted else 0):
+            return None
+        same = _common_prefix(tokens[len(tokens) - since :], wanted[:-1])
+        if since > same:
+            try:
+                session.rewind(since - same)
+            except InvalidArgument:  # too far for what the ring still has
+                return None
+        return wanted[same:]
+
+    def _shortened(self, messages: list[dict[str, Any]], rendered: Rendered) -> tuple[Rendered, list[int]]:
+        """The conversation and its ids to be read from the beginning. If it slides and is longer than the
+        context, turns are dropped until half of the context is enough, or until only the last is left."""
+        ids = rendered.encode(self.tokenizer)
+        if not self._slides or len(ids) <= self.session.n_ctx:
+            return rendered, ids
+        enough = self.session.pinned + (self.session.n_ctx - self.session.pinned) // 2
+        turns = (len(messages) - (self.system is not None) - self._dropped - 1) // 2
+        kept_dropped, few, many = self._dropped, 0, turns  # that are dropped
+        try:
+            while few < many:
+                middle = (few + many) // 2
+                self._dropped = kept_dropped + 2 * middle
+                if len(self._render(messages).encode(self.tokenizer)) <= enough:
+                    many = middle
+                else:
+                    few = middle + 1
+            self._dropped = kept_dropped + 2 * many
+            rendered = self._render(messages)
+            ids = rendered.encode(self.tokenizer)
+            self._check_room(len(ids) - self.session.pinned)
+        except BaseException:
+            self._dropped = kept_dropped
+            raise
+        return rendered, ids
+
+    def _render(self, messages: list[dict[str, Any]]) -> Rendered:
+        first = 0 if self.system is None else 1
+        return self.template.render(messages[:first] + messages[first + self._dropped :], **self.variables)
+
+    def _check_room(self, n: int) -> None:
+        session = self.session
+        room = session.n_ctx - session.pinned
+        if n > room:
+            beside = f" beside the {session.pinned} that are pinned" if session.pinned else ""
+            raise ContextOverflow(
+                f"the message has {n} tokens and the context of {session.n_ctx} has room for {room}{beside}; "
+                "shorten it, or open the chat with a larger n_ctx"
+            )
 
     def _finish_active(self) -> None:
         turn = None if self._active is None else self._active()
@@ -224,3 +317,62 @@ class Chat:
             turn.close()
             self.session.cancel(False)  # a cancel that came too late for this turn is not for the next one
         self._active = None
+
+
+@dataclass
+class _Held:
+    """Up to where the session holds the conversation, and how the next turn goes on from there."""
+
+    text: str  # marked
+    position: int  # behind it, but for
+    tail: list[int]  # the last of its ids, not fed yet
+    _seen: tuple[int, int] = (-1, -1)
+
+    def left(self, session: Session) -> None:
+        """Remembers the session as a turn leaves it."""
+        self._seen = (session.position, session._rewinds)
+
+    def is_in(self, session: Session) -> bool:
+        """False if somebody else has used the session since. It may have gone back before ``position``."""
+        return self._seen == (session.position, session._rewinds) and self.position <= session.position
+
+
+def pinned_tokens(
+    model: Model,
+    template: ChatTemplate,
+    system: str | None,
+    variables: Mapping[str, Any],
+    options: CacheOptions,
+) -> int:
+    """How many tokens every conversation with this system message begins with: the common prefix of two
+    whose first messages differ. 0 for a model that cannot pin, since all of its layers have a window.
+
+    Raises ContextOverflow if that is more than half of the context, TemplateError.
+    """
+    import ringlm._core as core
+
+    plan = core.plan(model.core, **options)
+    if all(kind["window"] for kind in plan["kinds"]):
+        return 0
+    head = [] if system is None else [{"role": "system", "content": system}]
+    one, other = (
+        template.render([*head, {"role": "user", "content": text}], **variables).encode(model.tokenizer)
+        for text in ("a", "Z")
+    )
+    n, n_ctx = _common_prefix(one, other), plan["n_ctx"]
+    if n > n_ctx // 2:
+        raise ContextOverflow(
+            f"the system message has {n} tokens, more than half of the context of {n_ctx}, which leaves too "
+            f"little for a conversation: shorten it, open the chat with n_ctx={2 * n} or more, or say with "
+            "pinned=... how many of its tokens have to stay"
+        )
+    return n
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

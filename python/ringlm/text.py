@@ -10,7 +10,9 @@ from ringlm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ringlm.detokenizer import TokenStream
-    from ringlm.session import Generation, Sampling, Session, TokenLogprobs
+    from ringlm.generation import Generation
+    from ringlm.sampling import Sampling, TokenLogprobs
+    from ringlm.session import Session
     from ringlm.tokenizer import Tokenizer
 
 __all__ = ["Piece", "StopStrings", "TextGeneration", "generate_text", "stop_list"]
