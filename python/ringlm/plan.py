@@ -7,29 +7,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from ringlm.cache import LayerKind, cache_options
 from ringlm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ringlm.model import Model
 
-__all__ = ["Cost", "LayerKind", "Plan", "format_size", "parse_size", "plan"]
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Layers whose rings are alike."""
-
-    #: Tokens of the attention window; 0: the ring of ``n_ctx``.
-    window: int
-    n_layer: int
-    #: Rows of a ring.
-    capacity: int
-    #: Most tokens that a query sees.
-    visible: int
-    #: Tokens that never leave.
-    pinned: int
-    #: Bytes of K and V of all these layers, in one session.
-    nbytes: int
+__all__ = ["Cost", "Plan", "format_size", "parse_size", "plan"]
 
 
 @dataclass(frozen=True)
@@ -114,48 +98,39 @@ def plan(
     ``memory`` is in bytes; None is what this process can take now. The weights count in full, although they
     are mapped and the system can drop what is not in use. Raises InvalidArgument as Model.session does.
     """
+    _check("sessions", sessions, 1, "a number of sessions, at least 1", 2**31)
+    if memory is not None:
+        _check("memory", memory, 0, "a number of bytes, or None for what is there now", 2**63)
+    options = cache_options(n_ctx, kv, chunk, pinned, "error")
     import ringlm._core as core
 
-    _check("sessions", sessions, 1, "how many are open at once")
-    if memory is not None:
-        _check("memory", memory, 0, "bytes, or None for what is there now", 2**63)
-    if n_ctx is not None:
-        _check("n_ctx", n_ctx, 1, "tokens, or None for the default")
-    _check("pinned", pinned, 0, "tokens that never leave")
-    _check("chunk", chunk, 1, "as many tokens as one step of a prefill takes")
-    pair = (kv, kv) if isinstance(kv, str) else kv
-    if not isinstance(pair, tuple) or [type(name) for name in pair] != [str, str]:
-        raise InvalidArgument(f"kv is {kv!r:.80}; expected 'f16', 'int8' or 'f32', or a pair for K and V")
+    available = core.available_memory() if memory is None else memory
+    weights, config = model.nbytes, model.config
+    found = core.plan(model.core, **options)
+    f16 = core.plan(model.core, **(options | {"kv_k": "f16", "kv_v": "f16"}))
 
-    native: Any = core
-    available = native.available_memory() if memory is None else memory
-    weights = model.nbytes
-    group = model.config.n_head // model.config.n_head_kv
-    found = native.plan(model.core, n_ctx or 0, *pair, chunk, pinned)
-    f16 = native.plan(model.core, n_ctx or 0, "f16", "f16", chunk, pinned)
-
-    def cost(record: dict[str, Any], times: int) -> Cost:
-        rows = record["kv_nbytes"] * times
+    def cost(record: core._Plan, heads: int) -> Cost:
+        rows = record["kv_nbytes"] * heads // config.n_head_kv
         session = record["nbytes"] - record["kv_nbytes"] + rows
         return Cost(rows, session, weights + sessions * session)
 
-    def largest(pair: tuple[str, str]) -> int:
+    def largest(kv_k: str, kv_v: str) -> int:
         share = max(available - weights, 0) // sessions
-        return int(native.largest_n_ctx(model.core, *pair, chunk, pinned, share))
+        return core.largest_n_ctx(model.core, kv_k, kv_v, chunk, pinned, share)
 
-    own, c = cost(found, 1), model.config
+    own = cost(found, config.n_head_kv)
     return Plan(
         model=str(model.path),
         n_threads=model.n_threads,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        n_head_kv=c.n_head_kv,
-        head_dim=c.head_dim,
-        n_ctx_limit=int(c.n_ctx_train * c.rope_factor),
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_head_kv=config.n_head_kv,
+        head_dim=config.head_dim,
+        n_ctx_limit=int(config.n_ctx_train * config.rope_factor),
         n_ctx=found["n_ctx"],
         pinned=found["pinned"],
         chunk=found["chunk"],
-        kv=pair,
+        kv=(options["kv_k"], options["kv_v"]),
         sessions=sessions,
         weight_nbytes=weights,
         kinds=tuple(LayerKind(**kind) for kind in found["kinds"]),
@@ -165,20 +140,20 @@ def plan(
         state_nbytes=found["state_nbytes"],
         session_nbytes=own.session_nbytes,
         total_nbytes=own.total_nbytes,
-        f16=cost(f16, 1),
-        mha=cost(found, group),
-        mha_f16=cost(f16, group),
+        f16=cost(f16, config.n_head_kv),
+        mha=cost(found, config.n_head),
+        mha_f16=cost(f16, config.n_head),
         memory_nbytes=available,
         fits=own.total_nbytes <= available,
-        largest_n_ctx=largest(pair),
-        largest_n_ctx_int8=largest(("int8", "int8")),
+        largest_n_ctx=largest(options["kv_k"], options["kv_v"]),
+        largest_n_ctx_int8=largest("int8", "int8"),
         most_sessions=max(available - weights, 0) // own.session_nbytes,
     )
 
 
-def _check(name: str, value: Any, least: int, what: str, limit: int = 2**31) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < limit:
-        raise InvalidArgument(f"{name} is {value!r:.40}; expected at least {least}: {what}")
+def _check(name: str, value: Any, least: int, expected: str, limit: int) -> None:
+    if not isinstance(value, int) or not least <= value < limit:
+        raise InvalidArgument(f"{name} is {value!r:.40}; expected {expected}")
 
 
 _UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}

@@ -23,7 +23,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ringlm.errors import FileFormatError, InvalidArgument
@@ -50,7 +50,6 @@ def save_session(session: Session, path: str | os.PathLike[str]) -> None:
     Raises OSError with the name of the target, StateError for a session that is closed or busy.
     """
     identity = model_identity(session.model)
-    native: Any = session._core
     state, length = hashlib.sha256(), 0
     with _replacing(os.fsdecode(path)) as file:
 
@@ -61,7 +60,7 @@ def save_session(session: Session, path: str | os.PathLike[str]) -> None:
             length += len(piece)
 
         file.write(bytes(HEADER_NBYTES))  # a file that was not finished has no magic
-        native.save(write)
+        session._core.save(write)
         fields = _FIELDS.pack(_MAGIC, VERSION, identity, length, state.digest())
         file.seek(0)
         file.write(fields + hashlib.sha256(fields).digest())
@@ -92,9 +91,8 @@ def load_session(model: Model, path: str | os.PathLike[str]) -> core.Session:
             left -= len(piece)
             return piece
 
-        native: Any = core.Session
         try:
-            session: core.Session = native.load(model.core, read)
+            session = core.Session.load(model.core, read)
         except (FileFormatError, InvalidArgument) as e:
             raise type(e)(f"{name}: {e}") from None
         if left:

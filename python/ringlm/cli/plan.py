@@ -13,7 +13,8 @@ from . import options as opt
 from .app import app
 
 if TYPE_CHECKING:
-    from ringlm.plan import LayerKind, Plan
+    from ringlm.cache import LayerKind
+    from ringlm.plan import Plan
 
 
 @app.command("plan")
@@ -21,7 +22,7 @@ def plan_command(
     name: opt.ModelName = opt.DEFAULT_MODEL,
     n_ctx: opt.Context = None,
     kv: opt.Kv = "f16",
-    pinned: Annotated[int, typer.Option("--pinned", metavar="N", min=0, help="Tokens that never leave.")] = 0,
+    pinned: opt.Pinned = 0,
     chunk: opt.Chunk = 128,
     sessions: Annotated[
         int, typer.Option("--sessions", metavar="N", min=1, help="How many are open at once.")
@@ -31,6 +32,7 @@ def plan_command(
         typer.Option("--memory", metavar="SIZE", help="What may be used: 8GiB.", show_default="free now"),
     ] = None,
     threads: opt.Threads = None,
+    window: opt.Window = None,
     as_json: opt.Json = False,
 ) -> None:
     """Show what sessions will take, to the byte, and the largest context that fits.
@@ -44,7 +46,7 @@ def plan_command(
         size = None if memory is None else parse_size(memory)
     except InvalidArgument as e:
         raise typer.BadParameter(str(e), param_hint="--memory") from None
-    with opt.opened(name, threads, "cpu") as model:
+    with opt.opened(name, threads, "cpu", window) as model:
         result = plan(
             model,
             n_ctx=n_ctx,
