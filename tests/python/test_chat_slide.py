@@ -127,14 +127,14 @@ def test_a_system_message_that_leaves_no_room() -> None:
 def test_a_message_that_would_be_forgotten_before_it_is_answered() -> None:
     chat, core = chat_with()
     room = core.n_ctx - core.pinned
-    for turn, framing in enumerate((opening, going_on)):
-        fits = room - len(framing("")) + (core.pinned if turn == 0 else 0)
+    fits = core.n_ctx - len(opening(""))
+    for _ in range(2):
         before, messages = list(core.history), chat.messages
         with pytest.raises(ContextOverflow, match=f"{room + 1} tokens .* room for {room} beside"):
             chat.ask("x" * (fits + 1))
         assert (core.history, chat.messages) == (before, messages)
         list(zip(range(3), chat.send("x" * fits), strict=False))
-        chat.reset()
+        assert core.history[: core.n_ctx] == opening("x" * fits)
         chat.ask("say")
 
 
@@ -257,3 +257,43 @@ def test_no_failure_of_a_long_turn_changes_what_is_forgotten() -> None:
         chat.ask("say")
     core.fail = None
     assert chat.ask("say") == "say" and len(chat.messages) == 1 + 2 * 14
+
+
+def test_the_text_that_is_rendered_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, core = chat_with(n_ctx=96)
+    rendered: list[int] = []
+    render = chat.template.render
+
+    def counted(messages: Any, **how: Any) -> Any:
+        made = render(messages, **how)
+        rendered.append(len(made.text))
+        return made
+
+    monkeypatch.setattr(chat.template, "render", counted)
+    stream = opening(message(0)) + letters(message(0))
+    chat.ask(message(0))
+    for n in range(1, 100):
+        if n % 7 == 0:
+            with pytest.raises(Cancelled):
+                list(chat.send(message(n), progress=lambda done, _: chat.cancel() if done == 16 else None))
+        chat.ask(message(n))
+        stream += going_on(message(n)) + letters(message(n))
+    assert core.history == stream and core.evaluated == len(stream)
+    assert max(rendered) < 16 * 96 + 200 and len(chat.messages) == 201
+
+
+def test_a_long_answer_that_was_left_is_no_part_of_the_next_message() -> None:
+    chat, core = chat_with(max_tokens=1000)
+    chat.session.model.core.script = lambda seen: BYTE + ord("x")
+    room = core.n_ctx - core.pinned
+    chat.ask("say", max_tokens=2)
+    for length in (room - 30, room + 30):  # some of the question is held still, or none
+        for k, _piece in enumerate(chat.send("say")):
+            if k == length:
+                break
+        position = core.position
+        chat.ask("and", max_tokens=2)
+        if length < room:
+            assert core.position == position + 1 + len(going_on("and")) + 1
+        else:
+            assert core.position <= core.n_ctx
