@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <exception>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -84,6 +86,12 @@ class PySampler {
   std::atomic_flag busy_;
   Sampler sampler_;
 };
+
+// Makes a C++ exception the current Python one; what is no ringlm::Error goes on.
+void set_python_error(const std::exception_ptr& error);
+
+// Calls of operator new in this module since it was loaded, on all threads.
+std::int64_t heap_allocations();
 
 void bind_errors(pybind11::module_& m);
 void bind_gguf(pybind11::module_& m);

@@ -8,6 +8,7 @@
 
 #include <filesystem>
 #include <optional>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "gguf/blocks.h"
@@ -38,14 +39,17 @@ void bind_model(py::module_& m) {
       .def_readonly("rope_base", &Config::rope_base)
       .def_readonly("rope_factor", &Config::rope_factor)
       .def_readonly("norm_eps", &Config::norm_eps)
+      .def_readonly("windows", &Config::windows)
       .def_property_readonly("group", &Config::group);
 
   py::class_<ModelHandle>(m, "Model")
-      .def(py::init([](const std::filesystem::path& path, int n_threads, const std::string& backend) {
+      .def(py::init([](const std::filesystem::path& path, int n_threads, const std::string& backend,
+                       const std::vector<std::int32_t>& window) {
              const NoGil no_gil;
-             return ModelHandle{Model::open(path, {n_threads, backend})};
+             return ModelHandle{Model::open(path, {n_threads, backend, window})};
            }),
-           py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu")
+           py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu",
+           py::arg("window") = std::vector<std::int32_t>{})
       .def_property_readonly("config", [](const ModelHandle& h) { return h.get()->config(); })
       .def_property_readonly(
           "path",

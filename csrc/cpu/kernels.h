@@ -9,12 +9,11 @@
 #include <vector>
 
 #include "gguf/types.h"
-#include "ringlm/kv_format.h"
+#include "kv/cache.h"
 
 namespace ringlm::cpu {
 
-// Keys of this many consecutive positions, aligned to it, are one tile of attention.
-constexpr std::int32_t kTile = 64;
+using kv::kTile;
 
 // y[m][r] (+)= sum_k W[r][k] x[m][k] + bias[r] for rows r in [begin, end) and all m.
 struct MatmulArgs {
@@ -25,21 +24,26 @@ struct MatmulArgs {
   const float* bias;  // [rows] or null
   const float* x;     // [n_tokens, cols]
   std::int32_t n_tokens;
-  float* y;  // [n_tokens, ldy]
-  std::int64_t ldy;
-  bool add;  // into y, instead of replacing it
+  float* y;  // [n_tokens, rows]
+  std::int32_t rows;
+  bool add;                      // into y, instead of replacing it
+  float* const* into = nullptr;  // [n_tokens]: where each token's outputs go instead of y, or null
 };
 
-// One tile of keys and values against the query heads of one group.
+// One tile of keys and values against the query heads of one group. Its rows lie in n consecutive slots, or
+// in two runs of them where the ring wraps inside the tile.
 struct TileArgs {
   const float* q;  // [group, head_dim]
   std::int32_t group;
   std::int32_t head_dim;
   float scale;  // of the scores: 1 / sqrt(head_dim)
-  KvFormat k_format, v_format;
-  const std::uint8_t* k;  // row of the tile's first position; rows are contiguous
-  const std::uint8_t* v;
-  std::int32_t n;  // rows that the query sees, 1 to kTile
+  kv::Rows k, v;
+  std::int64_t slot;     // of the first row
+  std::int32_t n;        // rows, 1 to kTile
+  std::int32_t n_first;  // of them before the wrap
+  std::int64_t wrapped;  // slot of the first row behind the wrap
+  const float* offsets;  // added to the products q k of each head, every offset_stride floats; or null
+  std::int32_t offset_stride;
 };
 
 // The state of a softmax over some tiles, of one query head: out = sum / total.
@@ -63,10 +67,10 @@ struct Kernels {
   // gate = silu(gate) * up
   void (*silu_mul)(float* gate, const float* up, std::int64_t n);
 
-  void (*store_row)(KvFormat format, const float* src, std::uint8_t* dst, std::int32_t n);
+  void (*store_row)(const kv::Rows& rows, std::int64_t slot, const float* src, std::int32_t n);
 
-  // parts [group], sums [group, head_dim]. scratch: [2 * kTile * head_dim + kTile] floats of this thread.
-  void (*attend_tile)(const TileArgs& a, Partial* parts, float* sums, float* scratch);
+  // parts [group], sums [group, head_dim]
+  void (*attend_tile)(const TileArgs& a, Partial* parts, float* sums);
 
   // Adds a later tile to an earlier state of the same head.
   void (*merge)(Partial& into, float* into_sum, const Partial& from, const float* from_sum,
@@ -80,9 +84,6 @@ constexpr std::int32_t kRowTile = 4;  // weight rows that a matmul turns into fl
 
 constexpr std::size_t matmul_scratch(std::int32_t cols) {
   return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
-}
-constexpr std::size_t tile_scratch(std::int32_t head_dim) {
-  return 2 * std::size_t{kTile} * static_cast<std::size_t>(head_dim) + kTile;
 }
 
 // The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that

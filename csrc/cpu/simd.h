@@ -299,6 +299,19 @@ inline f32x16 signed_to_f32(u8x16 a) {
 #endif
 
 // Sum of the lanes, halves folded onto each other: one order for every instruction set.
+#if defined(__AVX2__) || defined(__AVX512F__)
+inline float reduce_add(f32x16 a) {
+#if defined(__AVX512F__)
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), high);
+#else
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 inline float reduce_add(f32x16 a) {
   float t[kLanes];
   store(t, a);
@@ -307,6 +320,7 @@ inline float reduce_add(f32x16 a) {
   }
   return t[0];
 }
+#endif
 
 // e^x to about 2 units in the last place for x in [-87, 88]; clamped outside, NaN stays NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series to r^7, whose remainder is below 2^-27.

@@ -1,6 +1,7 @@
 // One step through the model: a straight line over the eight operations.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <span>
 
@@ -17,11 +18,14 @@ struct Network {
   Ops& ops;
 };
 
-// Writes the rows' keys and values into their caches and, for the last n rows, logits [n, n_vocab] (n may be
-// 0). `before_layer` is called before every layer; what it throws ends the step. Throws NumericError, naming
-// the layer and operation, when a number is no longer finite or does not fit the K/V format. Nothing outside
-// the caches' rows at these positions, the activations and `logits` has changed then.
-void run_step(const Network& net, const Step& step, std::span<float> logits,
+// Writes the rows' keys and values into their caches and, for rows that ask for them, logits. `before_layer`
+// is called before every layer; what it throws ends the step. bad [M] becomes 1 for rows with a number that
+// is no longer finite or does not fit the K/V format, and 0 for the others, which are not touched by it.
+// Nothing but the slots of these positions, the activations and the rows' logits changes.
+void run_step(const Network& net, const Step& step, std::span<std::uint8_t> bad,
               const std::function<void()>& before_layer);
+
+// Runs the step of a single bad row again. Throws NumericError, which names layer and operation.
+[[noreturn]] void name_the_layer(const Network& net, const Step& step);
 
 }  // namespace ringlm

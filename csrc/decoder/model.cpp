@@ -21,6 +21,23 @@ std::unique_ptr<Ops> make_ops(const Config& config, const ModelOptions& options)
   throw InvalidArgument("backend is '" + options.backend + "'; there are 'cpu' and 'reference'");
 }
 
+// What the caller says instead of the file.
+void set_windows(Config& config, const std::vector<std::int32_t>& windows) {
+  if (windows.empty()) return;
+  const auto n_layer = static_cast<std::size_t>(config.n_layer);
+  if (windows.size() != 1 && windows.size() != n_layer) {
+    throw InvalidArgument("there are " + std::to_string(windows.size()) +
+                          " attention windows; expected one for all " + std::to_string(n_layer) +
+                          " layers, or as many as layers");
+  }
+  for (const std::int32_t w : windows) {
+    if (w < 0)
+      throw InvalidArgument("an attention window is " + std::to_string(w) +
+                            "; expected tokens, or 0 for none");
+  }
+  config.windows = windows.size() == 1 ? std::vector(n_layer, windows.front()) : windows;
+}
+
 }  // namespace
 
 std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, const ModelOptions& options) {
@@ -30,6 +47,7 @@ std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, cons
   }
   gguf::File file = gguf::File::open(path);
   Config config = read_config(file);
+  set_windows(config, options.windows);
   Weights weights = bind_weights(file, config);
   auto frequencies = rope_frequencies(config, weights.rope_freq_factors);
   auto ops = make_ops(config, options);

@@ -1,15 +1,12 @@
 #include "ringlm/session.h"
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <mutex>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "decoder/decoder.h"
 #include "decoder/model_parts.h"
+#include "decoder/session_impl.h"
 #include "ringlm/error.h"
 
 namespace ringlm {
@@ -17,213 +14,163 @@ namespace {
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-std::int64_t choose_n_ctx(const Config& c, std::int64_t wanted) {
-  const auto trained = static_cast<std::int64_t>(static_cast<double>(c.n_ctx_train) * c.rope_factor);
-  if (wanted == 0) return std::min<std::int64_t>(4096, trained);
-  if (wanted < 0 || wanted > trained) {
-    throw InvalidArgument("n_ctx is " + std::to_string(wanted) + "; expected 1 to " +
-                          std::to_string(trained) + ", the length that the model was trained for" +
-                          (c.rope_factor > 1.0 ? " times its RoPE scaling" : "") +
-                          ", or leave it out for the default");
-  }
-  return wanted;
-}
-
-// Carves buffers out of one region, in declaration order, 64-byte aligned.
-class Carver {
- public:
-  explicit Carver(std::span<std::byte> bytes) : bytes_(bytes) {}
-  std::span<float> floats(std::size_t n) {
-    const std::size_t at = std::exchange(used_, used_ + (n * sizeof(float) + 63) / 64 * 64);
-    if (bytes_.empty()) return {};  // only measuring
-    return {reinterpret_cast<float*>(bytes_.data() + at), n};
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::span<std::byte> bytes_;
-  std::size_t used_ = 0;
-};
-
-struct Buffers {
-  Activations a;
-  std::span<float> logits;  // [n_vocab]
-};
-
-Buffers carve(Carver& carver, const Config& c, const Ops& ops, const SessionOptions& o) {
-  const std::size_t M = size(o.chunk);
-  Buffers b;
-  b.a.x = carver.floats(M * size(c.n_embd));
-  b.a.normed = carver.floats(M * size(c.n_embd));
-  b.a.q = carver.floats(M * size(c.q_dim()));
-  b.a.k = carver.floats(M * size(c.kv_dim()));
-  b.a.v = carver.floats(M * size(c.kv_dim()));
-  b.a.att = carver.floats(M * size(c.q_dim()));
-  b.a.gate = carver.floats(M * size(c.n_ff));
-  b.a.up = carver.floats(M * size(c.n_ff));
-  b.a.rope = carver.floats(M * size(c.rope_dims));
-  b.a.tiles = carver.floats(ops.tile_floats(c, o.n_ctx));
-  b.logits = carver.floats(size(c.n_vocab));
-  return b;
-}
-
-std::size_t buffer_bytes(const Config& c, const Ops& ops, const SessionOptions& o) {
-  Carver measure({});
-  carve(measure, c, ops, o);
-  return measure.used();
-}
-
-kv::Layout layout(const Config& c, const SessionOptions& o) {
-  return {c.n_layer, c.n_head_kv, c.head_dim, o.n_ctx, o.k_format, o.v_format};
-}
-
-std::size_t session_bytes(const Config& c, const Ops& ops, const SessionOptions& o) {
-  return layout(c, o).nbytes() + buffer_bytes(c, ops, o) + size(o.n_ctx) * sizeof(std::int32_t) +
-         size(o.chunk) * sizeof(Row);
-}
-
-// Counts everything before anything is taken.
-void check_memory(const Config& c, const Ops& ops, const SessionOptions& o) {
-  const std::size_t there = host::available_memory();
-  const std::size_t needed = session_bytes(c, ops, o);
-  if (needed <= there) return;
-  const auto fits = [&](std::int64_t n_ctx) {
-    SessionOptions smaller = o;
-    smaller.n_ctx = n_ctx;
-    smaller.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(o.chunk, n_ctx));
-    return session_bytes(c, ops, smaller) <= there;
-  };
-  std::int64_t most = 0;  // the largest n_ctx that fits
-  for (std::int64_t step = o.n_ctx; step > 0; step /= 2) {
-    while (most + step < o.n_ctx && fits(most + step)) most += step;
-  }
-  throw OutOfMemory("a session of n_ctx = " + std::to_string(o.n_ctx) + " needs " +
-                    host::format_bytes(needed) + ", " + host::format_bytes(layout(c, o).nbytes()) +
-                    " of it for keys and values, but only " + host::format_bytes(there) + " is available; " +
-                    (most > 0 ? "n_ctx = " + std::to_string(most) + " would fit"
-                              : std::string("not even n_ctx = 1 would fit")));
-}
-
 }  // namespace
 
-struct Session::Impl {
-  Impl(std::shared_ptr<const Model> m, const SessionOptions& o) : model(std::move(m)), options(o) {
-    const Model::Parts& p = model->parts();
-    check_memory(p.config, *p.ops, o);
-    memory = std::make_unique<Memory>(p.config, *p.ops, o);
-    ids.resize(size(o.n_ctx));
-    rows.reserve(size(o.chunk));
-    nbytes = session_bytes(p.config, *p.ops, o);
+Session::Impl::Impl(std::shared_ptr<const Model> m, const SessionOptions& o)
+    : model(std::move(m)), options(o), memory(*model, o) {
+  nbytes = memory.region.bytes().size() + SessionMemory::object_bytes();
+  kv_bytes = memory.cache.bytes().size();
+  for (std::int32_t i = 0; i <= model->config().n_layer; ++i) memory.held_from[size(i)] = ring(i).pinned;
+}
+
+void Session::Impl::poll() {
+  if (!options.poll) return;
+  if (const auto now = std::chrono::steady_clock::now(); now - polled >= std::chrono::milliseconds(50)) {
+    polled = now;
+    options.poll();
   }
+}
 
-  // What close() gives back.
-  struct Memory {
-    Memory(const Config& c, const Ops& ops, const SessionOptions& o)
-        : cache(layout(c, o)), region(buffer_bytes(c, ops, o), "the activations of a session") {
-      Carver carver(region.bytes());
-      buffers = carve(carver, c, ops, o);
-    }
-    kv::Cache cache;
-    host::Region region;
-    Buffers buffers;
-  };
+void Session::Impl::hear() {
+  if (cancelled.load(std::memory_order_relaxed)) throw Cancelled("the step was cancelled", 0);
+  poll();
+}
 
-  std::shared_ptr<const Model> model;
-  SessionOptions options;  // defaults filled in
-  std::unique_ptr<Memory> memory;
-  std::size_t nbytes = 0;  // of everything
-  // The text so far. A step or rewind changes both under the mutex, so that tokens() may read at any time.
-  mutable std::mutex text;
-  std::vector<std::int32_t> ids;  // [n_ctx]; those before `position` are in the cache
-  std::atomic<std::int64_t> position{0};
-  std::vector<Row> rows;  // of the step that runs
-  bool has_logits = false;
-  std::atomic<bool> cancelled{false};
-  std::atomic<bool> busy{false};
-  std::atomic<bool> closed{false};
-  std::chrono::steady_clock::time_point polled{};
-  const std::function<void()> before_layer = [this] {
-    if (cancelled.load(std::memory_order_relaxed)) throw Cancelled("the step was cancelled", 0);
-    if (!options.poll) return;
-    if (const auto now = std::chrono::steady_clock::now(); now - polled >= std::chrono::milliseconds(50)) {
-      polled = now;
-      options.poll();
-    }
-  };
+kv::Ring Session::Impl::ring(std::int32_t layer) const {
+  return layer < model->config().n_layer ? memory.cache.ring(layer) : text_ring();
+}
 
-  // One user at a time, for the length of a call.
-  class Use {
-   public:
-    enum class Closed { Refused, Allowed };
-    explicit Use(Impl& s, Closed closed = Closed::Refused) : s_(s) {
-      s.model->parts().check_process();
-      if (s.busy.exchange(true, std::memory_order_acquire)) {
-        throw StateError("the session is busy in another thread: give every thread a session of its own");
-      }
-      if (s.closed &&
-          closed == Closed::Refused) {  // looked at by the owner alone: nobody can close it from here on
-        s.busy.store(false, std::memory_order_release);
-        throw StateError("the session is closed: open a new one with model.session()");
-      }
-    }
-    ~Use() { s_.busy.store(false, std::memory_order_release); }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
+void Session::Impl::acquire(bool closed_too) {
+  model->parts().check_process();
+  if (busy.exchange(true, std::memory_order_acquire)) {
+    throw StateError("the session is busy in another thread: give every thread a session of its own");
+  }
+  if (closed && !closed_too) {  // looked at by the owner alone: nobody can close it from here on
+    release();
+    throw StateError("the session is closed: open a new one with model.session()");
+  }
+}
 
-   private:
-    Impl& s_;
-  };
-
-  void check_tokens(std::span<const std::int32_t> tokens) const {
-    if (tokens.empty())
-      throw InvalidArgument("there are no tokens to feed: an empty prompt needs at least the BOS token");
-    const std::int32_t n_vocab = model->config().n_vocab;
-    for (std::size_t i = 0; i < tokens.size(); ++i) {
-      if (tokens[i] < 0 || tokens[i] >= n_vocab) {
-        throw InvalidArgument("token " + std::to_string(i) + " is " + std::to_string(tokens[i]) +
-                              "; the vocabulary has ids 0 to " + std::to_string(n_vocab - 1));
-      }
-    }
-    const std::size_t left = size(options.n_ctx - position);
-    if (tokens.size() > left) {
-      throw ContextOverflow(
-          std::to_string(tokens.size()) + " tokens do not fit: " + std::to_string(position) +
-          " of n_ctx = " + std::to_string(options.n_ctx) + " are in use, " + std::to_string(left) +
-          " are left. Shorten the text, rewind, or open the session with a larger n_ctx");
+void Session::Impl::check_tokens(std::span<const std::int32_t> tokens) const {
+  if (tokens.empty())
+    throw InvalidArgument("there are no tokens to feed: an empty prompt needs at least the BOS token");
+  const std::int32_t n_vocab = model->config().n_vocab;
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (tokens[i] < 0 || tokens[i] >= n_vocab) {
+      throw InvalidArgument("token " + std::to_string(i) + " is " + std::to_string(tokens[i]) +
+                            "; the vocabulary has ids 0 to " + std::to_string(n_vocab - 1));
     }
   }
+  if (options.overflow == Overflow::Slide) return;
+  const std::size_t left = size(options.n_ctx - position);
+  if (tokens.size() > left) {
+    throw ContextOverflow(
+        std::to_string(tokens.size()) + " tokens do not fit: " + std::to_string(position) +
+        " of n_ctx = " + std::to_string(options.n_ctx) + " are in use, " + std::to_string(left) +
+        " are left. Shorten the text, rewind, or open the session with a larger n_ctx or overflow=\"slide\"");
+  }
+}
 
-  // One atomic step: at most `chunk` tokens; logits of the last ones into `out` [n, n_vocab], n may be 0.
-  void step(std::span<const std::int32_t> tokens, std::span<float> out) {
-    has_logits = false;
-    const std::int64_t first = position;
-    rows.clear();
-    for (const std::int32_t token : tokens) {
-      rows.push_back({token, first + static_cast<std::int64_t>(rows.size()), &memory->cache});
-    }
-    const Model::Parts& p = model->parts();
-    run_step({p.config, p.weights, p.rope_frequencies, *p.ops}, {rows, memory->buffers.a}, out, before_layer);
-    const std::lock_guard lock(text);
-    std::copy(tokens.begin(), tokens.end(), ids.begin() + first);
-    position = first + static_cast<std::int64_t>(tokens.size());
+// A step that fails has written its rows all the same: over what no query at `position` sees, but a rewind
+// might.
+void Session::Impl::begin(std::size_t n_tokens) {
+  const std::int64_t end = position + static_cast<std::int64_t>(n_tokens);
+  for (std::int32_t i = 0; i <= model->config().n_layer; ++i) {
+    const kv::Ring r = ring(i);
+    std::int64_t& from = memory.held_from[size(i)];
+    from = std::max(from, end - (r.capacity - r.pinned));
+  }
+}
+
+void compute(Session::Impl& host, std::span<const Row> rows, const std::function<void()>& before_layer,
+             std::array<double, kOperations.size()>* seconds) {
+  const Model::Parts& p = host.model->parts();
+  const std::span<std::uint8_t> bad = host.memory.bad.first(rows.size());
+  if (seconds) {
+    TimedOps ops(*p.ops, *seconds);
+    run_step({p.config, p.weights, p.rope_frequencies, ops}, {rows, host.memory.a}, bad, before_layer);
+  } else {
+    run_step({p.config, p.weights, p.rope_frequencies, *p.ops}, {rows, host.memory.a}, bad, before_layer);
+  }
+}
+
+void name_the_layer(Session::Impl& host, const Row& row) {
+  const Model::Parts& p = host.model->parts();
+  Row alone = row;
+  alone.logits = nullptr;
+  name_the_layer({p.config, p.weights, p.rope_frequencies, *p.ops}, Step{{&alone, 1}, host.memory.a});
+}
+
+void Session::Impl::step(Kind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last) {
+  const Model::Parts& p = model->parts();
+  const std::size_t n_vocab = size(p.config.n_vocab);
+  const std::span<Row> rows = memory.rows.first(tokens.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    float* logits = !all.empty() ? all.data() + i * n_vocab : nullptr;
+    if (all.empty() && last && i + 1 == rows.size()) logits = spare_logits().data();
+    rows[i] = {tokens[i], position + static_cast<std::int64_t>(i), &memory.cache, logits};
   }
 
-  std::span<const float> logits() const {
-    if (!has_logits) throw StateError("there are no logits: feed a token first");
-    return memory->buffers.logits;
+  begin(tokens.size());
+  Measurement measurement(&trace);
+  compute(*this, rows, before_layer, measurement.seconds());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (memory.bad[i]) name_the_layer(*this, rows[i]);
   }
-};
+  if (!all.empty() && last) {
+    std::copy(all.end() - static_cast<std::ptrdiff_t>(n_vocab), all.end(), spare_logits().begin());
+  }
+  commit(tokens, last);
+  measurement.stop();
+  measurement.add_to(trace, kind == Kind::Prefill, p.weights, rows);
+}
+
+void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits) {
+  if (new_logits) current = 1 - current;
+  has_logits = new_logits;
+  const kv::Ring r = text_ring();
+  const std::lock_guard lock(text);
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    memory.ids[size(r.slot(position + static_cast<std::int64_t>(i)))] = tokens[i];
+  }
+  position += static_cast<std::int64_t>(tokens.size());
+}
+
+std::span<const float> Session::Impl::logits() const {
+  if (!has_logits) throw StateError("there are no logits: feed a token first");
+  return memory.logits[current];
+}
+
+bool Session::Impl::can_go_to(std::int64_t p) const {
+  for (std::int32_t i = 0; i < model->config().n_layer; ++i) {
+    const std::int64_t oldest = ring(i).oldest(p);
+    if (oldest < p && oldest < memory.held_from[size(i)]) return false;
+  }
+  return true;
+}
+
+void Session::Impl::go_to(std::int64_t p) {
+  if (p == position) return;
+  has_logits = false;
+  const std::lock_guard lock(text);
+  position = p;
+  for (std::int32_t i = 0; i <= model->config().n_layer; ++i) {  // rows from p on will be written anew
+    std::int64_t& from = memory.held_from[size(i)];
+    from = std::min(from, std::max(p, ring(i).pinned));
+  }
+}
 
 Session::Session(std::shared_ptr<const Model> model, const SessionOptions& options) {
   if (!model) throw InvalidArgument("a session needs a model");
   model->parts().check_process();
-  if (options.chunk < 1 || options.chunk > 65536) {
-    throw InvalidArgument("chunk is " + std::to_string(options.chunk) + "; expected 1 to 65536");
-  }
-  SessionOptions o = options;
-  o.n_ctx = choose_n_ctx(model->config(), options.n_ctx);
-  o.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(options.chunk, o.n_ctx));
+  const SessionOptions o = resolve(*model, options);
   impl_ = std::make_unique<Impl>(std::move(model), o);
+}
+
+std::unique_ptr<Session> Session::wrap(std::unique_ptr<Impl> impl) {
+  std::unique_ptr<Session> session(new Session());
+  session->impl_ = std::move(impl);
+  return session;
 }
 
 Session::~Session() = default;
@@ -238,16 +185,13 @@ void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> all
     throw InvalidArgument("all_logits has " + std::to_string(all_logits.size()) + " elements; expected " +
                           std::to_string(tokens.size()) + " tokens times " + std::to_string(n_vocab));
   }
-  std::span<float> last = s.memory->buffers.logits;
   std::size_t done = 0;
   while (done < tokens.size()) {
     const std::size_t n = std::min(size(s.options.chunk), tokens.size() - done);
-    const bool final = done + n == tokens.size();
-    std::span<float> out = !all_logits.empty() ? all_logits.subspan(done * n_vocab, n * n_vocab)
-                           : final             ? last
-                                               : std::span<float>{};
     try {
-      s.step(tokens.subspan(done, n), out);
+      s.step(Impl::Kind::Prefill, tokens.subspan(done, n),
+             all_logits.empty() ? all_logits : all_logits.subspan(done * n_vocab, n * n_vocab),
+             done + n == tokens.size());
     } catch (const Cancelled&) {
       s.cancelled = false;
       throw Cancelled("the prefill was cancelled with " + std::to_string(done) + " of " +
@@ -255,11 +199,6 @@ void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> all
                       done);
     }
     done += n;
-    if (final) {
-      if (!all_logits.empty())
-        std::copy(out.end() - static_cast<std::ptrdiff_t>(n_vocab), out.end(), last.begin());
-      s.has_logits = true;
-    }
     if (progress) progress(done, tokens.size());
   }
 }
@@ -270,12 +209,11 @@ void Session::decode(std::int32_t token) {
   const std::span<const std::int32_t> one(&token, 1);
   s.check_tokens(one);
   try {
-    s.step(one, s.memory->buffers.logits);
+    s.step(Impl::Kind::Decode, one, {}, true);
   } catch (const Cancelled&) {
     s.cancelled = false;
     throw;
   }
-  s.has_logits = true;
 }
 
 std::span<const float> Session::logits() const {
@@ -301,45 +239,112 @@ std::vector<LogProb> Session::top_log_probabilities(std::int32_t k) const {
 void Session::rewind(std::int64_t n) {
   Impl& s = *impl_;
   const Impl::Use use(s);
-  if (n < 0 || n > s.position) {
+  const std::int64_t p = s.position;
+  if (n < 0 || n > p) {
     throw InvalidArgument("cannot rewind by " + std::to_string(n) + " tokens; expected 0 to " +
-                          std::to_string(s.position));
+                          std::to_string(p));
   }
-  if (n == 0) return;
-  s.has_logits = false;
-  const std::lock_guard lock(s.text);
-  s.position -= n;
+  if (!s.can_go_to(p - n)) {
+    std::int64_t most = 0;
+    while (s.can_go_to(p - most - 1)) ++most;  // ends at n at the latest
+    throw InvalidArgument(
+        "cannot rewind by " + std::to_string(n) +
+        " tokens: the ring has wrapped, and of the rows "
+        "that the text back there sees some are gone. Rewind by at most " +
+        std::to_string(most) + ", or to the beginning (by " + std::to_string(p) + ")" +
+        (s.options.pinned > 0 && s.can_go_to(s.options.pinned)
+             ? ", or to the end of the pinned tokens (by " + std::to_string(p - s.options.pinned) + ")"
+             : ""));
+  }
+  s.go_to(p - n);
+}
+
+std::int64_t Session::reuse(std::span<const std::int32_t> tokens) {
+  Impl& s = *impl_;
+  const Impl::Use use(s);
+  const kv::Ring ring = s.text_ring();
+  const std::int64_t held_from = s.memory.held_from.back();
+  const std::int64_t most =
+      std::min<std::int64_t>(s.position, std::max<std::int64_t>(std::ssize(tokens) - 1, 0));
+  std::int64_t same = 0;
+  while (same < most && (same < ring.pinned || same >= held_from) &&
+         tokens[size(same)] == s.memory.ids[size(ring.slot(same))]) {
+    ++same;
+  }
+  if (!s.can_go_to(same)) same = std::min(same, s.options.pinned);
+  if (!s.can_go_to(same)) same = 0;
+  s.go_to(same);
+  return same;
 }
 
 void Session::cancel(bool wanted) noexcept { impl_->cancelled.store(wanted, std::memory_order_relaxed); }
+
+void Session::start_trace(std::size_t capacity, std::function<std::int64_t()> allocations) {
+  const Impl::Use use(*impl_);
+  impl_->trace = {std::vector<TraceRecord>(capacity), 0, 0, std::move(allocations)};
+}
+
+std::vector<TraceRecord> Session::take_trace() {
+  const Impl::Use use(*impl_);
+  return impl_->trace.take();
+}
 
 void Session::close() {
   Impl& s = *impl_;
   if (s.closed) return;
   if (!s.model->parts().in_this_process()) {  // a copy, that no step is running on
     s.closed = true;
-    s.memory.reset();
+    s.memory = {};
     return;
   }
-  const Impl::Use use(s, Impl::Use::Closed::Allowed);
+  const Impl::Use use(s, true);
   s.closed = true;
-  s.memory.reset();
+  const std::lock_guard lock(s.text);
+  s.memory = {};
 }
 
 bool Session::closed() const noexcept { return impl_->closed; }
 std::int64_t Session::position() const noexcept { return impl_->position; }
-std::vector<std::int32_t> Session::tokens() const {
-  impl_->model->parts().check_process();  // another thread may have held the mutex when the process forked
-  const std::lock_guard lock(impl_->text);
-  return {impl_->ids.begin(), impl_->ids.begin() + impl_->position};
+
+std::int64_t Session::visible() const noexcept {
+  std::int64_t most = 0;
+  for (const std::int32_t w : impl_->model->config().windows) {
+    most = std::max(most, kv::make_ring(w, n_ctx(), pinned(), chunk()).visible);
+  }
+  return std::min(position(), most);
 }
+
+std::int64_t Session::slots() const noexcept {
+  std::int64_t most = 0;
+  for (const std::int32_t w : impl_->model->config().windows) {
+    most = std::max(most, kv::make_ring(w, n_ctx(), pinned(), chunk()).capacity);
+  }
+  return most;
+}
+
+std::vector<std::int32_t> Session::tokens() const {
+  const Impl& s = *impl_;
+  s.model->parts().check_process();  // another thread may have held the mutex when the process forked
+  const std::lock_guard lock(s.text);
+  std::vector<std::int32_t> ids;
+  if (s.closed) return ids;
+  const kv::Ring ring = s.text_ring();
+  const std::int64_t p = s.position;
+  for (std::int64_t t = 0; t < std::min(ring.pinned, p); ++t) ids.push_back(s.memory.ids[size(t)]);
+  for (std::int64_t t = std::max(ring.oldest(p - 1), s.memory.held_from.back()); t < p; ++t) {
+    ids.push_back(s.memory.ids[size(ring.slot(t))]);
+  }
+  return ids;
+}
+
+SessionPlan Session::plan() const { return plan_session(*impl_->model, impl_->options); }
 std::int64_t Session::n_ctx() const noexcept { return impl_->options.n_ctx; }
 std::int32_t Session::chunk() const noexcept { return impl_->options.chunk; }
+std::int64_t Session::pinned() const noexcept { return impl_->options.pinned; }
+Overflow Session::overflow() const noexcept { return impl_->options.overflow; }
 KvFormat Session::k_format() const noexcept { return impl_->options.k_format; }
 KvFormat Session::v_format() const noexcept { return impl_->options.v_format; }
-std::size_t Session::kv_bytes() const noexcept {
-  return impl_->closed ? 0 : layout(impl_->model->config(), impl_->options).nbytes();
-}
+std::size_t Session::kv_bytes() const noexcept { return impl_->closed ? 0 : impl_->kv_bytes; }
 std::size_t Session::nbytes() const noexcept { return impl_->closed ? 0 : impl_->nbytes; }
 const std::shared_ptr<const Model>& Session::model() const noexcept { return impl_->model; }
 

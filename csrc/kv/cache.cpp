@@ -5,33 +5,75 @@
 
 #include "gguf/blocks.h"
 #include "gguf/half.h"
+#include "kv/row.h"
 
 namespace ringlm::kv {
+
+std::size_t Layout::nbytes(std::int32_t layer) const {
+  return static_cast<std::size_t>(n_head_kv) * static_cast<std::size_t>(ring(layer).capacity) *
+         (row_bytes(k_format) + row_bytes(v_format));
+}
+
 std::size_t Layout::nbytes() const {
-  const auto n = [](std::int64_t count) { return static_cast<std::size_t>(count); };
-  const std::size_t row = k_row_bytes() + v_row_bytes();
   constexpr std::size_t most = std::numeric_limits<std::size_t>::max() / 4;
-  if (static_cast<double>(n_layer) * n_head_kv * static_cast<double>(capacity) * static_cast<double>(row) >=
+  const double row = static_cast<double>(row_bytes(k_format) + row_bytes(v_format));
+  if (static_cast<double>(n_layer) * n_head_kv * static_cast<double>(n_ctx + chunk) * row >=
       static_cast<double>(most)) {
     return most;
   }
-  return n(n_layer) * n(n_head_kv) * n(capacity) * row;
+  std::size_t sum = 0;
+  for (std::int32_t layer = 0; layer < n_layer; ++layer) sum += nbytes(layer);
+  return sum;
 }
 
-Cache::Cache(const Layout& layout) : layout_(layout), region_(layout.nbytes(), "the K/V cache") {}
-
-void store_row(KvFormat format, const float* src, std::byte* dst, std::int32_t n) {
-  if (format == KvFormat::F32) {
-    std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
-  } else {
-    f32_to_f16_row(src, reinterpret_cast<std::uint8_t*>(dst), n);
+// Planes of larger elements first, so that every element is aligned without padding.
+Cache::Cache(const Layout& layout, std::span<std::byte> rows, std::span<Layer> layers)
+    : layout_(layout), rotation_(make_rotation(layout.head_dim)), bytes_(rows), layers_(layers) {
+  auto* next = reinterpret_cast<std::uint8_t*>(rows.data());
+  for (std::int32_t i = 0; i < layout.n_layer; ++i)
+    layers[static_cast<std::size_t>(i)] = {layout.ring(i), {}, {}, {}, {}};
+  for (const std::size_t size : {4u, 2u, 1u}) {
+    for (Layer& l : layers) {
+      const std::size_t n =
+          static_cast<std::size_t>(layout.n_head_kv) * static_cast<std::size_t>(l.ring.capacity);
+      const auto take = [&](std::uint8_t*& plane, std::size_t element, std::size_t bytes) {
+        if (element != size) return;
+        plane = next;
+        next += n * bytes;
+      };
+      const auto d = static_cast<std::size_t>(layout.head_dim);
+      take(l.k, element_bytes(layout.k_format), d * size);
+      take(l.v, element_bytes(layout.v_format), d * size);
+      take(l.k_scales, scale_bytes(layout.k_format), size);
+      take(l.v_scales, scale_bytes(layout.v_format), size);
+    }
   }
 }
 
-void load_row(KvFormat format, const std::byte* src, float* dst, std::int32_t n) {
-  const auto* p = reinterpret_cast<const std::uint8_t*>(src);
+void store_row(const Rows& rows, std::int64_t slot, const float* src, std::int32_t n) {
+  std::uint8_t* dst = rows.data + slot * n * static_cast<std::int64_t>(element_bytes(rows.format));
+  switch (rows.format) {
+    case KvFormat::F32:
+      std::memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
+      return;
+    case KvFormat::F16:
+      return f32_to_f16_row(src, dst, n);
+    case KvFormat::Int8:
+      return store_int8(src, dst, rows.scales + 2 * slot, n);
+  }
+}
+
+void load_row(const Rows& rows, std::int64_t slot, float* dst, std::int32_t n) {
+  const std::uint8_t* src = rows.data + slot * n * static_cast<std::int64_t>(element_bytes(rows.format));
   const auto count = static_cast<std::size_t>(n);
-  format == KvFormat::F32 ? blocks::f32(p, dst, count) : blocks::f16(p, dst, count);
+  switch (rows.format) {
+    case KvFormat::F32:
+      return blocks::f32(src, dst, count);
+    case KvFormat::F16:
+      return blocks::f16(src, dst, count);
+    case KvFormat::Int8:
+      return load_int8(src, rows.scales + 2 * slot, dst, n);
+  }
 }
 
 }  // namespace ringlm::kv

@@ -143,17 +143,25 @@ Config read_config(const gguf::File& file) {
   c.rope_base = keys.number("rope.freq_base", 10000.0, 1.0, 1e30);
   c.rope_factor = rope_factor(keys);
 
+  const std::int32_t window = file.get_uint(keys.full("attention.sliding_window")).value_or(0) == 0
+                                  ? 0
+                                  : keys.count("attention.sliding_window");
+  c.windows.assign(static_cast<std::size_t>(c.n_layer), window);
+
   const std::string eps_key = keys.full("attention.layer_norm_rms_epsilon");
   if (!file.find(eps_key)) throw FileFormatError("key '" + eps_key + "' is missing");
   c.norm_eps = static_cast<float>(keys.number("attention.layer_norm_rms_epsilon", 0.0, 1e-30, 1.0));
 
   // Features that change the arithmetic and that nothing here computes.
-  for (const char* key : {"expert_count", "attention.sliding_window"}) {
-    if (file.get_uint(keys.full(key)).value_or(0) != 0) {
-      throw UnsupportedModelError("'" + keys.full(key) + "' is " +
-                                  std::to_string(*file.get_uint(keys.full(key))) +
-                                  "; models with it are not supported");
-    }
+  if (const auto n = file.get_uint(keys.full("expert_count")).value_or(0); n != 0) {
+    throw UnsupportedModelError("'" + keys.full("expert_count") + "' is " + std::to_string(n) +
+                                "; models with it are not supported");
+  }
+  if (const std::string key = keys.full("attention.sliding_window_pattern"); file.find(key)) {
+    throw UnsupportedModelError(
+        "'" + key +
+        "' is set; windows that differ between layers are supported only when given by "
+        "the caller");
   }
   for (const char* key : {"attention.scale", "attn_logit_softcapping", "final_logit_softcapping",
                           "logit_scale", "embedding_scale", "residual_scale"}) {

@@ -23,6 +23,14 @@ void rope_table(std::span<const double> frequencies, std::int64_t position, std:
   }
 }
 
+void epoch_table(std::span<const double> frequencies, std::int64_t index, std::int64_t length,
+                 std::span<float> out) {
+  rope_table(frequencies, index * length + length / 2, out);
+  for (std::size_t i = 0; i < frequencies.size(); ++i) {
+    if (frequencies[i] * static_cast<double>(length) >= 1.0) out[2 * i] = out[2 * i + 1] = 0.0f;
+  }
+}
+
 void rope_apply(std::span<float> head, std::span<const float> table, RopePairing pairing) {
   const std::size_t pairs = table.size() / 2;
   const bool interleaved = pairing == RopePairing::Interleaved;

@@ -16,6 +16,11 @@ std::vector<double> rope_frequencies(const Config& config, std::span<const float
 // The rotation of one position: out[2i] = cos, out[2i + 1] = sin. out [2 * frequencies].
 void rope_table(std::span<const double> frequencies, std::int64_t position, std::span<float> out);
 
+// The rotation to the middle of epoch `index` of `length` positions, for the pairs that turn by less than one
+// radian over an epoch; (0, 0) for the others. See kv/cache.h.
+void epoch_table(std::span<const double> frequencies, std::int64_t index, std::int64_t length,
+                 std::span<float> out);
+
 // Turns one head in place. head [head_dim], table as above; elements from 2 * pairs on stay.
 void rope_apply(std::span<float> head, std::span<const float> table, RopePairing pairing);
 

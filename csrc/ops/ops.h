@@ -5,22 +5,28 @@
 // all activations are float32, row-major, tokens outermost.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "kv/cache.h"
+#include "model/rope.h"
 #include "model/weights.h"
 #include "ringlm/config.h"
 
 namespace ringlm {
 
-// One token on its way through the layers. Rows of a step that share a cache are in ascending position.
+// One token on its way through the layers. Rows of a step that share a cache are in ascending position; rows
+// of different sessions never meet.
 struct Row {
   std::int32_t token;
   std::int64_t position;
   const kv::Cache* kv;
+  float* logits;  // [n_vocab], or null where nobody asks
 };
+
+// Which epochs a query can meet, for the tables and offsets below.
+enum Epoch { kOwn, kPrevious, kOfPinned, kEpochs };
 
 // The buffers of a step, allocated once for the largest M that the session will ever use.
 struct Activations {
@@ -32,8 +38,16 @@ struct Activations {
   std::span<float> att;     // [M, n_head, head_dim]   attention output
   std::span<float> gate;    // [M, n_ff]               gate, then activation(gate) * up
   std::span<float> up;      // [M, n_ff]
-  std::span<float> rope;    // [M, rope_dims]          (cos, sin) of every pair at the row's position
   std::span<float> tiles;   // backend scratch of attend: [Ops::tile_floats]
+  std::span<float*> heads;  // [M] backend scratch of norm_head
+  // The second query, which scores the pinned rows: turned to min(position, n_ctx - 1) instead, so that the
+  // pinned rows stand directly before the oldest moving one (attention sinks, arXiv:2309.17453).
+  std::span<float> q_pinned;  // [M, n_head, head_dim]
+  // (cos, sin) of every pair. In the epochs' tables both are 0 for pairs that turn too fast to be centred.
+  std::span<float> rope;         // [M, rope_dims]           at the row's position
+  std::span<float> rope_pinned;  // [M, rope_dims]           at min(position, n_ctx - 1)
+  std::span<float> rope_epochs;  // [M, kEpochs, rope_dims]  in the middle of each epoch
+  std::span<float> offsets;      // [M, n_head, kEpochs]     q . c_e, which scores of centred keys get back
 };
 
 struct Step {
@@ -48,8 +62,11 @@ class Ops {
   virtual const char* name() const = 0;  // "reference", or the instruction set
   virtual int n_threads() const = 0;
 
-  // Floats that attend() needs in Activations::tiles for sessions of up to `capacity` positions.
-  virtual std::size_t tile_floats(const Config& config, std::int64_t capacity) const = 0;
+  // Floats that attend() needs in Activations::tiles when a query sees up to `tiles` tiles.
+  virtual std::size_t tile_floats(const Config& config, std::int64_t tiles) const = 0;
+
+  // Bytes of scratch that all sessions of the model share.
+  virtual std::size_t scratch_bytes() const = 0;
 
   // 1  x = rows of the embedding
   virtual void embed(const Config&, const Weights&, const Step&) = 0;
@@ -57,11 +74,11 @@ class Ops {
   // 2  normed = RMSNorm(x);  q, k, v = projections of it, plus bias
   virtual void norm_qkv(const Config&, const LayerWeights&, const Step&) = 0;
 
-  // 3  turn q and k to their positions; write k and v into the cache
-  virtual void rope_append(const Config&, std::int32_t layer, const Step&) = 0;
+  // 3  turn q (both ways) and k to their positions; write k and v into the cache
+  virtual void rope_append(const Config&, const LayerWeights&, std::int32_t layer, const Step&) = 0;
 
-  // 4  att = softmax(q k^T / sqrt(head_dim)) v over every position up to the row's own
-  virtual void attend(const Config&, std::int32_t layer, const Step&) = 0;
+  // 4  att = softmax(q k^T / sqrt(head_dim)) v over every position that the row's query sees
+  virtual void attend(const Config&, const LayerWeights&, std::int32_t layer, const Step&) = 0;
 
   // 5  x += projection of att, plus bias
   virtual void out_residual(const Config&, const LayerWeights&, const Step&) = 0;
@@ -72,8 +89,22 @@ class Ops {
   // 7  x += projection of gate, plus bias
   virtual void down_residual(const Config&, const LayerWeights&, const Step&) = 0;
 
-  // 8  logits [n, n_vocab] = head(RMSNorm(x)) of the step's last n rows
-  virtual void norm_head(const Config&, const Weights&, const Step&, std::span<float> logits) = 0;
+  // 8  logits = head(RMSNorm(x)) of the rows that have some
+  virtual void norm_head(const Config&, const Weights&, const Step&) = 0;
 };
+
+// Whether keys of this layer and cache are centred (kv/cache.h).
+inline bool centred(const LayerWeights& w, const kv::Cache& cache) {
+  return !w.k_bias.empty() && cache.layout().k_format == KvFormat::Int8;
+}
+
+// c_e of KV head `head`. out [head_dim], table [rope_dims] of row m and epoch e.
+inline void centre(const Config& c, const LayerWeights& w, std::int32_t head, std::span<const float> table,
+                   std::span<float> out) {
+  const auto d = static_cast<std::size_t>(c.head_dim);
+  const auto first = w.k_bias.begin() + static_cast<std::ptrdiff_t>(head) * c.head_dim;
+  std::copy(first, first + c.head_dim, out.begin());
+  rope_apply(out.first(d), table, c.rope_pairing);
+}
 
 }  // namespace ringlm

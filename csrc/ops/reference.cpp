@@ -53,6 +53,7 @@ class ReferenceOps final : public Ops {
   const char* name() const override { return "reference"; }
   int n_threads() const override { return 1; }
   std::size_t tile_floats(const Config&, std::int64_t) const override { return 0; }
+  std::size_t scratch_bytes() const override { return 0; }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
     for (std::size_t m = 0; m < s.rows.size(); ++m) {
@@ -71,55 +72,88 @@ class ReferenceOps final : public Ops {
     matmul(w.v, w.v_bias, s.a.normed, s.a.v, M, Into::Replace);
   }
 
-  void rope_append(const Config& c, std::int32_t layer, const Step& s) override {
+  void rope_append(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) override {
+    std::vector<float> shift(size(c.head_dim));  // c_e
     for (std::size_t m = 0; m < s.rows.size(); ++m) {
-      const std::span<float> table = row_of(s.a.rope, m, c.rope_dims);
-      const std::span<float> q = row_of(s.a.q, m, c.q_dim());
-      const std::span<float> k = row_of(s.a.k, m, c.kv_dim());
-      const std::span<float> v = row_of(s.a.v, m, c.kv_dim());
-      for (std::int32_t h = 0; h < c.n_head; ++h)
-        rope_apply(row_of(q, size(h), c.head_dim), table, c.rope_pairing);
-      const kv::Layout& l = s.rows[m].kv->layout();
-      const std::size_t slot = size(s.rows[m].position);
+      const kv::Cache& cache = *s.rows[m].kv;
+      const kv::Layout& l = cache.layout();
+      const bool centre_keys = centred(w, cache);
+      const auto epoch = [&](int e) { return row_of(s.a.rope_epochs, m * kEpochs + size(e), c.rope_dims); };
+      for (std::int32_t h = 0; h < c.n_head; ++h) {
+        const std::span<float> q = row_of(row_of(s.a.q, m, c.q_dim()), size(h), c.head_dim);
+        const std::span<float> second = row_of(row_of(s.a.q_pinned, m, c.q_dim()), size(h), c.head_dim);
+        std::copy(q.begin(), q.end(), second.begin());
+        rope_apply(q, row_of(s.a.rope, m, c.rope_dims), c.rope_pairing);
+        rope_apply(second, row_of(s.a.rope_pinned, m, c.rope_dims), c.rope_pairing);
+        for (int e = 0; centre_keys && e < kEpochs; ++e) {
+          centre(c, w, h / c.group(), epoch(e), shift);
+          s.a.offsets[(m * size(c.n_head) + size(h)) * kEpochs + size(e)] =
+              static_cast<float>(dot(e == kOfPinned ? second : q, shift));
+        }
+        if (l.k_format == KvFormat::Int8) {
+          kv::rotate(cache.rotation(), q.data());
+          kv::rotate(cache.rotation(), second.data());
+        }
+      }
+      const std::int64_t slot = cache.ring(layer).slot(s.rows[m].position);
       for (std::int32_t h = 0; h < c.n_head_kv; ++h) {
-        rope_apply(row_of(k, size(h), c.head_dim), table, c.rope_pairing);
-        kv::store_row(l.k_format, row_of(k, size(h), c.head_dim).data(),
-                      s.rows[m].kv->k(layer, h) + slot * l.k_row_bytes(), c.head_dim);
-        kv::store_row(l.v_format, row_of(v, size(h), c.head_dim).data(),
-                      s.rows[m].kv->v(layer, h) + slot * l.v_row_bytes(), c.head_dim);
+        const std::span<float> k = row_of(row_of(s.a.k, m, c.kv_dim()), size(h), c.head_dim);
+        const std::span<float> v = row_of(row_of(s.a.v, m, c.kv_dim()), size(h), c.head_dim);
+        rope_apply(k, row_of(s.a.rope, m, c.rope_dims), c.rope_pairing);
+        if (centre_keys) {
+          centre(c, w, h, epoch(kOwn), shift);
+          for (std::size_t i = 0; i < k.size(); ++i) k[i] -= shift[i];
+        }
+        if (l.k_format == KvFormat::Int8) kv::rotate(cache.rotation(), k.data());
+        if (l.v_format == KvFormat::Int8) kv::rotate(cache.rotation(), v.data());
+        kv::store_row(cache.k(layer, h), slot, k.data(), c.head_dim);
+        kv::store_row(cache.v(layer, h), slot, v.data(), c.head_dim);
       }
     }
   }
 
   // Grouped-query attention (arXiv:2305.13245): query head h reads KV head h / group.
-  void attend(const Config& c, std::int32_t layer, const Step& s) override {
+  void attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) override {
     const double scale = 1.0 / std::sqrt(static_cast<double>(c.head_dim));
     std::vector<float> row(size(c.head_dim));
     std::vector<double> score, sum(size(c.head_dim));
+    std::vector<std::int64_t> visible;  // positions
     for (std::size_t m = 0; m < s.rows.size(); ++m) {
-      const kv::Layout& l = s.rows[m].kv->layout();
-      const std::size_t visible = size(s.rows[m].position + 1);
+      const kv::Cache& cache = *s.rows[m].kv;
+      const kv::Ring& ring = cache.ring(layer);
+      const std::int64_t p = s.rows[m].position, length = cache.layout().epoch();
+      visible.clear();
+      for (std::int64_t t = 0; t < std::min(ring.pinned, p + 1); ++t) visible.push_back(t);
+      for (std::int64_t t = ring.oldest(p); t <= p; ++t) visible.push_back(t);
+
       for (std::int32_t h = 0; h < c.n_head; ++h) {
         const std::span<float> q = row_of(row_of(s.a.q, m, c.q_dim()), size(h), c.head_dim);
-        const std::byte* k = s.rows[m].kv->k(layer, h / c.group());
-        const std::byte* v = s.rows[m].kv->v(layer, h / c.group());
+        const std::span<float> second = row_of(row_of(s.a.q_pinned, m, c.q_dim()), size(h), c.head_dim);
+        const std::span<float> offsets = row_of(s.a.offsets, m * size(c.n_head) + size(h), kEpochs);
+        const kv::Rows k = cache.k(layer, h / c.group()), v = cache.v(layer, h / c.group());
 
-        score.resize(visible);
-        for (std::size_t t = 0; t < visible; ++t) {
-          kv::load_row(l.k_format, k + t * l.k_row_bytes(), row.data(), c.head_dim);
-          score[t] = dot(q, row) * scale;
+        score.clear();
+        for (const std::int64_t t : visible) {
+          const bool pinned = t < ring.pinned;
+          kv::load_row(k, ring.slot(t), row.data(), c.head_dim);
+          double product = dot(pinned ? second : q, row);
+          if (centred(w, cache)) {
+            product += offsets[pinned ? kOfPinned : t / length == p / length ? kOwn : kPrevious];
+          }
+          score.push_back(product * scale);
         }
         const double largest = *std::max_element(score.begin(), score.end());
         double total = 0.0;
         std::fill(sum.begin(), sum.end(), 0.0);
-        for (std::size_t t = 0; t < visible; ++t) {
-          const double p = std::exp(score[t] - largest);
-          total += p;
-          kv::load_row(l.v_format, v + t * l.v_row_bytes(), row.data(), c.head_dim);
-          for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += p * row[i];
+        for (std::size_t i = 0; i < visible.size(); ++i) {
+          const double weight = std::exp(score[i] - largest);
+          total += weight;
+          kv::load_row(v, ring.slot(visible[i]), row.data(), c.head_dim);
+          for (std::size_t j = 0; j < sum.size(); ++j) sum[j] += weight * row[j];
         }
         const std::span<float> out = row_of(row_of(s.a.att, m, c.q_dim()), size(h), c.head_dim);
-        for (std::size_t i = 0; i < sum.size(); ++i) out[i] = static_cast<float>(sum[i] / total);
+        for (std::size_t j = 0; j < sum.size(); ++j) out[j] = static_cast<float>(sum[j] / total);
+        if (v.format == KvFormat::Int8) kv::rotate_back(cache.rotation(), out.data());
       }
     }
   }
@@ -145,14 +179,13 @@ class ReferenceOps final : public Ops {
     matmul(w.down, w.down_bias, s.a.gate, s.a.x, s.rows.size(), Into::Add);
   }
 
-  void norm_head(const Config& c, const Weights& w, const Step& s, std::span<float> logits) override {
-    const std::size_t n = logits.size() / size(c.n_vocab);
-    const std::size_t first = s.rows.size() - n;
-    for (std::size_t m = 0; m < n; ++m) {
-      rms_norm(row_of(s.a.x, first + m, c.n_embd), w.output_norm, c.norm_eps,
-               row_of(s.a.normed, m, c.n_embd));
+  void norm_head(const Config& c, const Weights& w, const Step& s) override {
+    for (std::size_t m = 0; m < s.rows.size(); ++m) {
+      if (!s.rows[m].logits) continue;
+      const std::span<float> normed = row_of(s.a.normed, m, c.n_embd);
+      rms_norm(row_of(s.a.x, m, c.n_embd), w.output_norm, c.norm_eps, normed);
+      matmul(w.head, {}, normed, {s.rows[m].logits, size(c.n_vocab)}, 1, Into::Replace);
     }
-    matmul(w.head, {}, s.a.normed, logits, n, Into::Replace);
   }
 };
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Chat", "Usage", "pinned_tokens"]
 
+_LONG = 16  # characters for each token of the context: a text of that length is mostly forgotten
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -81,7 +83,7 @@ class Chat:
         self._active: weakref.ref[Generator[str, None, None]] | None = None
         self._messages: list[dict[str, Any]] = []
         self._held: _Held | None = None
-        self._dropped = 0
+        self._dropped = 0  # messages behind the system message that are not rendered any more
         self.reset()
 
     @property
@@ -234,12 +236,14 @@ class Chat:
     def _place(self, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
         """Brings the session to where the conversation can go on. Returns the rendered text, marked, and the
         ids that are to be fed. Raises ContextOverflow, and leaves the session alone, if they do not fit."""
-        rendered = self._render(messages)
+        rendered = self._render(messages, self._dropped)
         new = self._continued(rendered)
         if new is None:
             rendered, ids = self._shortened(messages, rendered)
-            self._held = None
             new = ids[self.session.reuse(ids) :]
+            self._held = None
+        elif len(rendered.marked) > _LONG * self.session.n_ctx and self.session.stats.evicted:
+            rendered = self._without_old_turns(messages, rendered)
         return rendered.marked, new
 
     def _continued(self, rendered: Rendered) -> list[int] | None:
@@ -250,21 +254,34 @@ class Chat:
         rest = rendered.encode_after(held.text, self.tokenizer)
         if rest is None:
             return None
-        if self._slides:
-            self._check_room(len(rest))
-        else:
+        if not self._slides:
             session.check_fits(held.position + len(held.tail) + len(rest))
         wanted, tokens = held.tail + rest, session.tokens
         since = session.position - held.position  # fed by turns that failed or were left
         if since > len(tokens) - (session.pinned if session.stats.evicted else 0):
             return None
         same = _common_prefix(tokens[len(tokens) - since :], wanted[:-1])
+        if self._slides and min(len(rest), len(wanted) - same) > session.n_ctx - session.pinned:
+            return None  # nothing of what is held would be left
         if since > same:
             try:
                 session.rewind(since - same)
             except InvalidArgument:  # too far for what the ring still has
                 return None
         return wanted[same:]
+
+    def _without_old_turns(self, messages: list[dict[str, Any]], rendered: Rendered) -> Rendered:
+        """The rendering without the older half of the turns, which are forgotten since long, if it ends in
+        the same way: the text that a turn renders does not grow for ever."""
+        held = self._held
+        assert held is not None
+        rest = rendered.marked[len(held.text) :]
+        dropped = self._dropped + self._turns(messages) // 2 * 2
+        shorter = self._render(messages, dropped)
+        if not shorter.marked.endswith(rest):
+            return rendered
+        held.text, self._dropped = shorter.marked[: len(shorter.marked) - len(rest)], dropped
+        return shorter
 
     def _shortened(self, messages: list[dict[str, Any]], rendered: Rendered) -> tuple[Rendered, list[int]]:
         """The conversation and its ids to be read from the beginning. If it slides and is longer than the
@@ -273,38 +290,33 @@ class Chat:
         if not self._slides or len(ids) <= self.session.n_ctx:
             return rendered, ids
         enough = self.session.pinned + (self.session.n_ctx - self.session.pinned) // 2
-        turns = (len(messages) - (self.system is not None) - self._dropped - 1) // 2
-        kept_dropped, few, many = self._dropped, 0, turns  # that are dropped
-        try:
-            while few < many:
-                middle = (few + many) // 2
-                self._dropped = kept_dropped + 2 * middle
-                if len(self._render(messages).encode(self.tokenizer)) <= enough:
-                    many = middle
-                else:
-                    few = middle + 1
-            self._dropped = kept_dropped + 2 * many
-            rendered = self._render(messages)
-            ids = rendered.encode(self.tokenizer)
-            self._check_room(len(ids) - self.session.pinned)
-        except BaseException:
-            self._dropped = kept_dropped
-            raise
+        few, many = 0, self._turns(messages)
+        while few < many:
+            middle = (few + many) // 2
+            if len(self._render(messages, self._dropped + 2 * middle).encode(self.tokenizer)) <= enough:
+                many = middle
+            else:
+                few = middle + 1
+        dropped = self._dropped + 2 * many
+        rendered = self._render(messages, dropped)
+        ids = rendered.encode(self.tokenizer)
+        n, pinned = len(ids), self.session.pinned
+        if n > self.session.n_ctx:
+            beside = f" beside the {pinned} that are pinned" if pinned else ""
+            raise ContextOverflow(
+                f"the message has {n - pinned} tokens and the context of {self.session.n_ctx} has room for "
+                f"{self.session.n_ctx - pinned}{beside}; shorten it, or open the chat with a larger n_ctx"
+            )
+        self._dropped = dropped
         return rendered, ids
 
-    def _render(self, messages: list[dict[str, Any]]) -> Rendered:
-        first = 0 if self.system is None else 1
-        return self.template.render(messages[:first] + messages[first + self._dropped :], **self.variables)
+    def _turns(self, messages: list[dict[str, Any]]) -> int:
+        """How many there are that are rendered, without the one that is not answered yet."""
+        return (len(messages) - (self.system is not None) - self._dropped) // 2
 
-    def _check_room(self, n: int) -> None:
-        session = self.session
-        room = session.n_ctx - session.pinned
-        if n > room:
-            beside = f" beside the {session.pinned} that are pinned" if session.pinned else ""
-            raise ContextOverflow(
-                f"the message has {n} tokens and the context of {session.n_ctx} has room for {room}{beside}; "
-                "shorten it, or open the chat with a larger n_ctx"
-            )
+    def _render(self, messages: list[dict[str, Any]], dropped: int) -> Rendered:
+        first = 0 if self.system is None else 1
+        return self.template.render(messages[:first] + messages[first + dropped :], **self.variables)
 
     def _finish_active(self) -> None:
         turn = None if self._active is None else self._active()

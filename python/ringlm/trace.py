@@ -97,7 +97,7 @@ class Trace:
             self._records.append(TraceRecord(**fields))
 
 
-_COLUMNS = ("step", "position", "tokens", "slot", "visible", "weights", "K/V", "ms", "allocations")
+_COLUMNS = ("step", "position", "tokens", "slot", "visible", "weight_bytes", "kv_bytes", "ms", "allocations")
 
 
 def _table(records: list[TraceRecord]) -> list[str]:
@@ -106,19 +106,10 @@ def _table(records: list[TraceRecord]) -> list[str]:
     rows = [[*_COLUMNS, *operations]]
     for r in records:
         cells = [r.kind, str(r.position), str(r.n_tokens), str(r.slot), "/".join(map(str, r.visible))]
-        cells += [_size(r.weight_bytes), _size(r.kv_bytes), f"{r.seconds * 1e3:.2f}", str(r.allocations)]
+        cells += [f"{r.weight_bytes:,}", f"{r.kv_bytes:,}", f"{r.seconds * 1e3:.2f}", str(r.allocations)]
         rows.append(cells + [f"{r.operations.get(name, 0.0) * 1e3:.2f}" for name in operations])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
-
-
-def _size(n: int) -> str:
-    """Bytes with three digits or so: a table has no room for more."""
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}" if unit != "B" else f"{n} B"
-        n /= 1024  # type: ignore[assignment]
-    return f"{n:.3g} GiB"

@@ -80,15 +80,14 @@ TEST_CASE("every half turns into its value, exactly") {
 TEST_CASE("attention reads every half exactly") {
   for_each_isa([](const Kernels& k) {
     for (const std::int32_t d : {7, 16, 64}) {
-      std::vector<float> q(size(d)), scratch(cpu::tile_scratch(d)), sum(size(d)), out(size(d));
+      std::vector<float> q(size(d)), sum(size(d)), out(size(d));
       std::vector<std::uint16_t> key(size(d)), value(size(d));
       for (std::uint32_t first = 0; first < 65536; first += static_cast<std::uint32_t>(d)) {
         for (std::uint32_t i = 0; i < value.size(); ++i) value[i] = static_cast<std::uint16_t>(first + i);
         Partial part;
-        k.attend_tile({q.data(), 1, d, 1.0f, KvFormat::F16, KvFormat::F16,
-                       reinterpret_cast<const std::uint8_t*>(key.data()),
-                       reinterpret_cast<const std::uint8_t*>(value.data()), 1},
-                      &part, sum.data(), scratch.data());
+        const kv::Rows keys{KvFormat::F16, reinterpret_cast<std::uint8_t*>(key.data()), nullptr};
+        const kv::Rows values{KvFormat::F16, reinterpret_cast<std::uint8_t*>(value.data()), nullptr};
+        k.attend_tile({q.data(), 1, d, 1.0f, keys, values, 0, 1, 1, 0, nullptr, 0}, &part, sum.data());
         k.finish(part, sum.data(), out.data(), d);
         for (std::uint32_t i = 0; i < value.size(); ++i) {
           const double expected = half_value(value[i]);
@@ -107,7 +106,7 @@ TEST_CASE("halves are rounded to nearest, ties to even") {
   for_each_isa([](const Kernels& k) {
     const auto round = [&](float x) {
       std::uint16_t h = 0;
-      k.store_row(KvFormat::F16, &x, reinterpret_cast<std::uint8_t*>(&h), 1);
+      k.store_row({KvFormat::F16, reinterpret_cast<std::uint8_t*>(&h), nullptr}, 0, &x, 1);
       return h;
     };
     for (std::uint16_t h = 0; h < 0x7c00; ++h) {  // every finite positive half and the middle to the next
@@ -341,46 +340,56 @@ TEST_CASE("NaN in a weight or an input reaches the product") {
 
 namespace {
 
+// A position's row lies in slot (position + shift) mod n, so that a tile may wrap.
 struct Attention {
   std::int32_t group, d, n;  // n visible positions
   KvFormat format;
-  std::vector<float> q, k, v;
+  std::int32_t shift;
+  std::vector<float> q, k, v, offsets;
 
-  Attention(std::int32_t group_, std::int32_t d_, std::int32_t n_, KvFormat format_)
+  Attention(std::int32_t group_, std::int32_t d_, std::int32_t n_, KvFormat format_, std::int32_t shift_ = 0)
       : group(group_),
         d(d_),
         n(n_),
         format(format_),
+        shift(shift_),
         q(random_floats(size(group * d), 11, 3.0f)),
         k(random_floats(size(n * d), 12, 3.0f)),
-        v(random_floats(size(n * d), 13)) {}
+        v(random_floats(size(n * d), 13)),
+        offsets(random_floats(size(group), 14)) {}
 
   // The way of cpu_ops.cpp: tile by tile, merged in order.
   std::vector<float> run(const Kernels& kernels) const {
-    const std::size_t row = size(d) * element_bytes(format);
-    std::vector<std::uint8_t> keys(size(n) * row), values(size(n) * row);
+    const std::size_t bytes = size(n * d) * element_bytes(format);
+    std::vector<std::uint8_t> key_bytes(bytes), value_bytes(bytes), key_scales(size(2 * n)),
+        value_scales(size(2 * n));
+    const kv::Rows keys{format, key_bytes.data(), key_scales.data()};
+    const kv::Rows values{format, value_bytes.data(), value_scales.data()};
     for (std::int32_t t = 0; t < n; ++t) {
-      kernels.store_row(format, &k[size(t * d)], &keys[size(t) * row], d);
-      kernels.store_row(format, &v[size(t * d)], &values[size(t) * row], d);
+      kernels.store_row(keys, (t + shift) % n, &k[size(t * d)], d);
+      kernels.store_row(values, (t + shift) % n, &v[size(t * d)], d);
     }
     std::vector<Partial> parts(size(group)), next(size(group));
-    std::vector<float> sums(size(group * d)), next_sums(size(group * d)), scratch(cpu::tile_scratch(d)),
-        out(size(group * d));
+    std::vector<float> sums(size(group * d)), next_sums(size(group * d)), out(size(group * d));
     for (std::int32_t first = 0; first < n; first += kTile) {
+      const std::int32_t slot = (first + shift) % n, rows = std::min(kTile, n - first);
       const cpu::TileArgs args{q.data(),
                                group,
                                d,
                                1.0f / std::sqrt(static_cast<float>(d)),
-                               format,
-                               format,
-                               &keys[size(first) * row],
-                               &values[size(first) * row],
-                               std::min(kTile, n - first)};
+                               keys,
+                               values,
+                               slot,
+                               rows,
+                               std::min(rows, n - slot),
+                               0,
+                               offsets.data(),
+                               1};
       if (first == 0) {
-        kernels.attend_tile(args, parts.data(), sums.data(), scratch.data());
+        kernels.attend_tile(args, parts.data(), sums.data());
         continue;
       }
-      kernels.attend_tile(args, next.data(), next_sums.data(), scratch.data());
+      kernels.attend_tile(args, next.data(), next_sums.data());
       for (std::int32_t g = 0; g < group; ++g)
         kernels.merge(parts[size(g)], &sums[size(g * d)], next[size(g)], &next_sums[size(g * d)], d);
     }
@@ -389,21 +398,35 @@ struct Attention {
     return out;
   }
 
+  // What is stored of an element x of a row whose largest magnitude is m.
+  double stored(float x, float m) const {
+    if (format == KvFormat::F32) return static_cast<double>(x);
+    if (format == KvFormat::F16) return half_value(f32_to_f16(x));
+    const double scale = half_value(f32_to_f16(m / 127.0f));
+    return scale * std::nearbyint(static_cast<double>(x / static_cast<float>(scale)));
+  }
+  float largest(const std::vector<float>& rows, std::int32_t t) const {
+    float m = 0.0f;
+    for (std::int32_t i = 0; i < d; ++i) m = std::max(m, std::fabs(rows[size(t * d + i)]));
+    return m;
+  }
+
   std::vector<double> expected() const {
-    const auto stored = [&](float x) { return format == KvFormat::F16 ? half_value(f32_to_f16(x)) : x; };
     std::vector<double> out(size(group * d)), p(size(n));
     for (std::int32_t g = 0; g < group; ++g) {
-      double total = 0.0, largest = -HUGE_VAL;
+      double total = 0.0, most = -HUGE_VAL;
       for (std::int32_t t = 0; t < n; ++t) {
-        p[size(t)] = 0.0;
-        for (std::int32_t i = 0; i < d; ++i) p[size(t)] += q[size(g * d + i)] * stored(k[size(t * d + i)]);
+        const float m = largest(k, t);
+        p[size(t)] = static_cast<double>(offsets[size(g)]);
+        for (std::int32_t i = 0; i < d; ++i) p[size(t)] += q[size(g * d + i)] * stored(k[size(t * d + i)], m);
         p[size(t)] /= std::sqrt(static_cast<double>(d));
-        largest = std::max(largest, p[size(t)]);
+        most = std::max(most, p[size(t)]);
       }
-      for (double& x : p) total += x = std::exp(x - largest);
+      for (double& x : p) total += x = std::exp(x - most);
       for (std::int32_t t = 0; t < n; ++t) {
+        const float m = largest(v, t);
         for (std::int32_t i = 0; i < d; ++i)
-          out[size(g * d + i)] += p[size(t)] / total * stored(v[size(t * d + i)]);
+          out[size(g * d + i)] += p[size(t)] / total * stored(v[size(t * d + i)], m);
       }
     }
     return out;
@@ -414,10 +437,10 @@ struct Attention {
 
 TEST_CASE("attention in tiles is attention") {
   for_each_isa([](const Kernels& k) {
-    for (const KvFormat format : {KvFormat::F32, KvFormat::F16}) {
+    for (const KvFormat format : {KvFormat::F32, KvFormat::F16, KvFormat::Int8}) {
       for (const std::int32_t d : {1, 7, 16, 20, 33, 64}) {
         for (const std::int32_t n : {1, 2, 17, 63, 64, 65, 128, 200}) {
-          const Attention a(d % 3 + 1, d, n, format);
+          const Attention a(d % 9 + 1, d, n, format, n / 3);
           CAPTURE(d);
           CAPTURE(n);
           const std::vector<float> found = a.run(k);

@@ -222,9 +222,10 @@ TEST_CASE("cancel() waits for the next step, and for one only") {
   s.prefill(tiny::tokens(10));
   s.cancel();
   s.cancel();
+  const Logits before = last(s);
   CHECK_THROWS_AS(s.decode(tiny::tokens(11)[10]), Cancelled);
   CHECK(s.position() == 10);
-  CHECK_THROWS_AS(s.logits(), StateError);
+  CHECK(last(s) == before);
   s.decode(tiny::tokens(11)[10]);
   CHECK(last(s) == fresh(model, tiny::tokens(11)));
 }
@@ -325,7 +326,7 @@ TEST_CASE("a damaged weight is an error that names the layer, and the text befor
         message = e.what();
       }
       CHECK(message.find(where) != std::string::npos);
-      CHECK_THROWS_AS(s.logits(), StateError);
+      if (damaged != "token_embd.weight") CHECK_THROWS_AS(s.logits(), StateError);
       // The head is looked at where logits are computed: behind the last chunk.
       const bool head = damaged.starts_with("output");
       CHECK(s.position() == (damaged == "token_embd.weight" ? 3 : head ? 14 : 0));
@@ -433,7 +434,7 @@ TEST_CASE("closing") {
   model.reset();
   s.prefill(tiny::tokens(4));  // the session keeps the model
   CHECK(s.nbytes() > s.kv_bytes());
-  CHECK(s.kv_bytes() == std::size_t{3} * 2 * 300 * 20 * 2 * 2);
+  CHECK(s.kv_bytes() == std::size_t{3} * 2 * (300 + 127) * 20 * 2 * 2);
   s.close();
   s.close();
   CHECK(s.closed());

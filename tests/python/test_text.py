@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from ringlm.errors import Cancelled, ContextOverflow, InvalidArgument, StateError
 from ringlm.model import Model
-from ringlm.session import Sampling, Session, TokenLogprobs
+from ringlm.sampling import Sampling, TokenLogprobs
+from ringlm.session import Session
 from ringlm.text import StopStrings, generate_text, stop_list
 from toys import ToySampler, ToySession, ToyTokenizer, script_of, toy_core
 

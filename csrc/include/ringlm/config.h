@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace ringlm {
 
@@ -33,6 +34,9 @@ struct Config {
   double rope_base = 10000.0;  // {arch}.rope.freq_base
   double rope_factor =
       1.0;  // {arch}.rope.scaling.factor where the scaling is linear: positions are divided by it
+
+  std::vector<std::int32_t> windows;  // [n_layer] {arch}.attention.sliding_window: a query sees that many of
+                                      // the last positions, its own included; 0: all
 
   float norm_eps = 1e-5f;  // {arch}.attention.layer_norm_rms_epsilon
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "ringlm/config.h"
 
@@ -16,6 +17,9 @@ namespace ringlm {
 struct ModelOptions {
   int n_threads = 0;            // 0: as many as the process may use
   std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
+  // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
+  // one per layer, 0 for none; empty leaves what the file says.
+  std::vector<std::int32_t> windows = {};
 };
 
 class Model {

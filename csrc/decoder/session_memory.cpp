@@ -1,0 +1,193 @@
+#include "decoder/session_memory.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "decoder/model_parts.h"
+#include "decoder/session_impl.h"
+#include "ringlm/error.h"
+
+namespace ringlm {
+namespace {
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// Carves arrays out of one region, in declaration order, 64-byte aligned.
+class Carver {
+ public:
+  explicit Carver(std::span<std::byte> bytes) : bytes_(bytes) {}
+  template <class T>
+  std::span<T> take(std::size_t n) {
+    const std::size_t at = std::exchange(used_, used_ + (n * sizeof(T) + 63) / 64 * 64);
+    if (bytes_.empty()) return {};  // only measuring
+    return {reinterpret_cast<T*>(bytes_.data() + at), n};
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::span<std::byte> bytes_;
+  std::size_t used_ = 0;
+};
+
+// Fills `m` from `bytes`, or only measures where that is empty.
+SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c, const Ops& ops,
+                  const SessionOptions& o) {
+  Carver carver(bytes);
+  SessionPlan plan;
+  std::size_t before = 0;
+  const auto since = [&] { return carver.used() - std::exchange(before, carver.used()); };
+  const std::size_t M = size(o.chunk);
+  const kv::Layout layout = kv_layout(c, o);
+
+  const std::span<std::byte> rows = carver.take<std::byte>(layout.nbytes());
+  plan.kv_bytes = layout.nbytes();
+  before = plan.kv_bytes;
+
+  Activations& a = m.a;
+  a.x = carver.take<float>(M * size(c.n_embd));
+  a.normed = carver.take<float>(M * size(c.n_embd));
+  a.q = carver.take<float>(M * size(c.q_dim()));
+  a.q_pinned = carver.take<float>(M * size(c.q_dim()));
+  a.k = carver.take<float>(M * size(c.kv_dim()));
+  a.v = carver.take<float>(M * size(c.kv_dim()));
+  a.att = carver.take<float>(M * size(c.q_dim()));
+  a.gate = carver.take<float>(M * size(c.n_ff));
+  a.up = carver.take<float>(M * size(c.n_ff));
+  a.rope = carver.take<float>(M * size(c.rope_dims));
+  a.rope_pinned = carver.take<float>(M * size(c.rope_dims));
+  a.rope_epochs = carver.take<float>(M * kEpochs * size(c.rope_dims));
+  a.offsets = carver.take<float>(M * size(c.n_head) * kEpochs);
+  plan.activation_bytes = since();
+
+  std::int64_t tiles = 0;
+  for (std::int32_t layer = 0; layer < c.n_layer; ++layer)
+    tiles = std::max(tiles, kv::Tiles::most(layout.ring(layer)));
+  a.tiles = carver.take<float>(ops.tile_floats(c, tiles));
+  plan.scratch_bytes = since();
+
+  const auto layers = carver.take<kv::Cache::Layer>(size(c.n_layer));
+  for (std::span<float>& logits : m.logits) logits = carver.take<float>(size(c.n_vocab));
+  m.ids = carver.take<std::int32_t>(size(kv::make_ring(0, o.n_ctx, o.pinned, o.chunk).capacity));
+  m.held_from = carver.take<std::int64_t>(size(c.n_layer) + 1);
+  m.rows = carver.take<Row>(M);
+  m.bad = carver.take<std::uint8_t>(M);
+  a.heads = carver.take<float*>(M);
+  const std::size_t page = size(::sysconf(_SC_PAGESIZE));
+  carver.take<std::byte>((page - carver.used() % page) % page);
+  plan.state_bytes = since() + SessionMemory::object_bytes();
+  plan.nbytes = carver.used() + SessionMemory::object_bytes();
+  if (!bytes.empty()) m.cache = kv::Cache(layout, rows, layers);
+  return plan;
+}
+
+std::size_t session_bytes(const Model& model, const SessionOptions& o) {
+  SessionMemory unused;
+  return carve(unused, {}, model.config(), *model.parts().ops, o).nbytes;
+}
+
+std::int64_t trained_length(const Config& c) {
+  return static_cast<std::int64_t>(static_cast<double>(c.n_ctx_train) * c.rope_factor);
+}
+
+}  // namespace
+
+kv::Layout kv_layout(const Config& c, const SessionOptions& o) {
+  return {c.n_layer, c.n_head_kv, c.head_dim, o.k_format, o.v_format, o.n_ctx, o.pinned, o.chunk, c.windows};
+}
+
+SessionOptions resolve(const Model& model, const SessionOptions& options) {
+  const Config& c = model.config();
+  SessionOptions o = options;
+  const std::int64_t trained = trained_length(c);
+  if (o.n_ctx == 0) o.n_ctx = std::min<std::int64_t>(4096, trained);
+  if (o.n_ctx < 0 || o.n_ctx > trained) {
+    throw InvalidArgument(
+        "n_ctx is " + std::to_string(o.n_ctx) + "; expected 1 to " + std::to_string(trained) +
+        ", the length that the model was trained for" +
+        (c.rope_factor > 1.0 ? " times its RoPE scaling" : "") + ", or leave it out for the default" +
+        (o.n_ctx > trained ? ". Longer texts can slide through it: overflow=\"slide\"" : ""));
+  }
+  if (o.chunk < 1 || o.chunk > 65536) {
+    throw InvalidArgument("chunk is " + std::to_string(o.chunk) + "; expected 1 to 65536");
+  }
+  o.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(o.chunk, o.n_ctx));
+  if (o.pinned < 0 || o.pinned >= o.n_ctx) {
+    throw InvalidArgument("pinned is " + std::to_string(o.pinned) + "; expected 0 to " +
+                          std::to_string(o.n_ctx - 1) + ", fewer than n_ctx = " + std::to_string(o.n_ctx));
+  }
+  const bool can_pin =
+      std::any_of(c.windows.begin(), c.windows.end(), [&](std::int32_t w) { return w == 0 || w >= o.n_ctx; });
+  if (o.pinned > 0 && o.overflow == Overflow::Slide && !can_pin) {
+    throw InvalidArgument("pinned is " + std::to_string(o.pinned) +
+                          ", but every layer of this model has an attention window shorter than n_ctx = " +
+                          std::to_string(o.n_ctx) +
+                          " and forgets what lies before it: open the session with pinned=0");
+  }
+  return o;
+}
+
+SessionPlan plan_session(const Model& model, const SessionOptions& options) {
+  const SessionOptions o = resolve(model, options);
+  SessionMemory unused;
+  SessionPlan plan = carve(unused, {}, model.config(), *model.parts().ops, o);
+  plan.options = o;
+  const kv::Layout layout = kv_layout(model.config(), o);
+  for (std::int32_t layer = 0; layer < layout.n_layer; ++layer) {
+    const kv::Ring ring = layout.ring(layer);
+    const bool plain = ring.visible == o.n_ctx;
+    const std::int32_t window = plain ? 0 : static_cast<std::int32_t>(ring.visible);
+    auto kind = std::find_if(plan.kinds.begin(), plan.kinds.end(),
+                             [&](const LayerKind& k) { return k.window == window; });
+    if (kind == plan.kinds.end()) {
+      kind = plan.kinds.insert(kind, {window, 0, ring.visible, ring.pinned, ring.capacity, 0});
+    }
+    kind->n_layer += 1;
+    kind->nbytes += layout.nbytes(layer);
+  }
+  return plan;
+}
+
+std::int64_t largest_n_ctx(const Model& model, const SessionOptions& options, std::size_t memory) {
+  SessionOptions o = options;
+  o.n_ctx = 0;  // checked below
+  const std::int64_t trained = trained_length(model.config());
+  const std::int64_t least = o.pinned + 1;
+  const auto fits = [&](std::int64_t n_ctx) {
+    SessionOptions tried = o;
+    tried.n_ctx = n_ctx;
+    tried.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(o.chunk, n_ctx));
+    return session_bytes(model, tried) <= memory;
+  };
+  if (least > trained || !fits(least)) return 0;
+  std::int64_t low = least, high = trained + 1;  // low fits, high does not or is not allowed
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2;
+    (fits(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+SessionMemory::SessionMemory(const Model& model, const SessionOptions& o) {
+  const Config& c = model.config();
+  const Ops& ops = *model.parts().ops;
+  const std::size_t there = host::available_memory();
+  const SessionPlan plan = carve(*this, {}, c, ops, o);
+  if (plan.nbytes > there) {
+    const std::int64_t most = std::min(largest_n_ctx(model, o, there), o.n_ctx - 1);
+    throw OutOfMemory("a session of n_ctx = " + std::to_string(o.n_ctx) + " needs " +
+                      host::format_bytes(plan.nbytes) + ", " + host::format_bytes(plan.kv_bytes) +
+                      " of it for keys and values, but only " + host::format_bytes(there) +
+                      " is available; " +
+                      (most > 0 ? "n_ctx = " + std::to_string(most) + " would fit"
+                                : "not even n_ctx = " + std::to_string(o.pinned + 1) + " would fit"));
+  }
+  region = host::Region(plan.nbytes - object_bytes(), "a session");
+  carve(*this, region.bytes(), c, ops, o);
+}
+
+std::size_t SessionMemory::object_bytes() { return sizeof(Session) + sizeof(Session::Impl); }
+
+}  // namespace ringlm

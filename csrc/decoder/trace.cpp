@@ -1,0 +1,97 @@
+#include "decoder/trace.h"
+
+#include <algorithm>
+
+namespace ringlm {
+
+std::vector<TraceRecord> Trace::take() {
+  std::vector<TraceRecord> taken(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    taken[i] = records[(next + records.size() - count + i) % records.size()];
+  }
+  count = 0;
+  return taken;
+}
+
+template <class F>
+void TimedOps::timed(std::size_t operation, F f) {
+  const auto began = std::chrono::steady_clock::now();
+  f();
+  seconds_[operation] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+void TimedOps::embed(const Config& c, const Weights& w, const Step& s) {
+  timed(0, [&] { inner_.embed(c, w, s); });
+}
+void TimedOps::norm_qkv(const Config& c, const LayerWeights& w, const Step& s) {
+  timed(1, [&] { inner_.norm_qkv(c, w, s); });
+}
+void TimedOps::rope_append(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
+  timed(2, [&] { inner_.rope_append(c, w, layer, s); });
+}
+void TimedOps::attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
+  timed(3, [&] { inner_.attend(c, w, layer, s); });
+}
+void TimedOps::out_residual(const Config& c, const LayerWeights& w, const Step& s) {
+  timed(4, [&] { inner_.out_residual(c, w, s); });
+}
+void TimedOps::norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) {
+  timed(5, [&] { inner_.norm_gate_up(c, w, s); });
+}
+void TimedOps::down_residual(const Config& c, const LayerWeights& w, const Step& s) {
+  timed(6, [&] { inner_.down_residual(c, w, s); });
+}
+void TimedOps::norm_head(const Config& c, const Weights& w, const Step& s) {
+  timed(7, [&] { inner_.norm_head(c, w, s); });
+}
+
+Measurement::Measurement(const Trace* trace)
+    : trace_(trace && trace->on() ? trace : nullptr), began_(std::chrono::steady_clock::now()) {
+  if (trace_ && trace_->allocations) record_.allocations = trace_->allocations();
+}
+
+void Measurement::stop() {
+  if (!trace_) return;
+  record_.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
+  record_.allocations = trace_->allocations ? trace_->allocations() - record_.allocations : -1;
+}
+
+void Measurement::add_to(Trace& trace, bool prefill, const Weights& w, std::span<const Row> rows) const {
+  if (!trace.on()) return;
+  TraceRecord record = record_;
+  record.prefill = prefill;
+  record.position = rows.front().position;
+  record.n_tokens = static_cast<std::int32_t>(rows.size());
+  record.weight_bytes = weight_bytes(w, rows);
+  record.kv_bytes = kv_bytes(rows);
+  trace.add(record);
+}
+
+std::size_t weight_bytes(const Weights& w, std::span<const Row> rows) {
+  const auto floats = [](const Vector& v) { return v.size() * sizeof(float); };
+  std::size_t sum = rows.size() * w.token_embd.row_bytes;
+  for (const LayerWeights& l : w.layers) {
+    for (const Matrix* m : {&l.q, &l.k, &l.v, &l.out, &l.gate, &l.up, &l.down}) sum += m->data.size();
+    for (const Vector* v : {&l.attn_norm, &l.q_bias, &l.k_bias, &l.v_bias, &l.out_bias, &l.ffn_norm,
+                            &l.gate_bias, &l.up_bias, &l.down_bias}) {
+      sum += floats(*v);
+    }
+  }
+  const bool head = std::any_of(rows.begin(), rows.end(), [](const Row& r) { return r.logits != nullptr; });
+  return head ? sum + floats(w.output_norm) + w.head.data.size() : sum;
+}
+
+std::size_t kv_bytes(std::span<const Row> rows) {
+  std::size_t sum = 0;
+  for (const Row& row : rows) {
+    const kv::Layout& l = row.kv->layout();
+    const std::size_t both =
+        (l.row_bytes(l.k_format) + l.row_bytes(l.v_format)) * static_cast<std::size_t>(l.n_head_kv);
+    for (std::int32_t layer = 0; layer < l.n_layer; ++layer) {
+      sum += both * static_cast<std::size_t>(row.kv->ring(layer).seen(row.position));
+    }
+  }
+  return sum;
+}
+
+}  // namespace ringlm

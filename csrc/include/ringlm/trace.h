@@ -1,0 +1,25 @@
+// What a step did, for a look inside.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace ringlm {
+
+constexpr std::array<const char*, 8> kOperations = {"embed",         "norm_qkv",     "rope_append",
+                                                    "attend",        "out_residual", "norm_gate_up",
+                                                    "down_residual", "norm_head"};
+
+struct TraceRecord {
+  bool prefill;
+  std::int64_t position;     // of its first token
+  std::int32_t n_tokens;     // 1 for a decode
+  std::size_t weight_bytes;  // that the step has to read: every matrix once, and the embedding's rows
+  std::size_t kv_bytes;      // of the rows that the queries saw, each query's counted
+  double seconds;            // of the whole step
+  std::array<double, kOperations.size()> operation_seconds;  // over all layers
+  std::int64_t allocations;  // heap allocations of the process during the step; -1 where nobody counts
+};
+
+}  // namespace ringlm
