@@ -48,7 +48,7 @@ WINDOWS = [0, 96, 0, 160]
 N_CTX, PINNED, CHUNK = 256, 8, 32
 EVERY = 50  # steps from one prefill to the next
 LONGEST = 64  # tokens of a prefill
-FLUSH = 100  # steps from one look at the trace to the next
+FLUSH = 20  # steps from one look at the trace to the next
 SAMPLED = 1009  # steps from one row of logits in the digest to the next
 LOOKS = 200  # at resident memory
 
@@ -134,7 +134,9 @@ def _measure(session: Any, tokens: int) -> Run:
     rss = np.full(LOOKS + 2, -1, np.int64)
     logits = np.full(SHAPE.n_vocab, np.nan, np.float32)
     digest = hashlib.sha256()
-    clock, look, looks, allocations, first = time.perf_counter, max(n // LOOKS, 1), 0, 0, -1
+    # Memory is looked at where the records of the trace have just been let go of.
+    look = (n // LOOKS // FLUSH + 1) * FLUSH
+    clock, looks, allocations, first = time.perf_counter, 0, 0, -1
     session.start_trace(FLUSH * LONGEST)
     at = 0
     began = clock()
@@ -149,14 +151,14 @@ def _measure(session: Any, tokens: int) -> Run:
         at += m
         if i % SAMPLED == 0:
             digest.update(logits)
-        if i % FLUSH == FLUSH - 1 or i == n - 1:
-            for record in session.take_trace():
-                allocations += record["allocations"]
-        if first < 0:
-            if at > session.slots:
-                first, looks = i + 1, 1
-                rss[0] = resident()
-        elif i % look == 0:
+        if i % FLUSH != FLUSH - 1 and i != n - 1:
+            continue
+        for record in session.take_trace():
+            allocations += record["allocations"]
+        record = None
+        if first < 0 and at > session.slots:
+            first = i + 1
+        if first >= 0 and (first == i + 1 or i % look == look - 1):
             rss[looks] = resident()
             looks += 1
     took = clock() - began
