@@ -112,7 +112,7 @@ def soak(path: Path, tokens: int, threads: int, kv: str) -> Run:
     """Runs ``tokens`` tokens through a session."""
     model = _core.Model(path, threads, "cpu", window=WINDOWS)
     warm_up = _core.Session(model, N_CTX, kv, kv, CHUNK, PINNED, "slide")
-    _measure(warm_up, min(tokens, 3000))
+    _measure(warm_up, min(tokens, 1000))
     warm_up.close()
     session = _core.Session(model, N_CTX, kv, kv, CHUNK, PINNED, "slide")
     gc.collect()
