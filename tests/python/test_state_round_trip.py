@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_llama import Shape, write_llama
-from ringlm import Model, state
+from ringlm import Model, _core, state
 from ringlm.errors import ContextOverflow, Error, FileFormatError, InvalidArgument, NumericError, StateError
 
 # Biases, so that int8 keys are centred; 600 tokens are several wraps and epochs of the rings below.
@@ -118,6 +119,31 @@ def test_saving_changes_nothing(deep: Path, tmp_path: Path) -> None:
             if i % 10 == 0:
                 a.save(tmp_path / "s")
             np.testing.assert_array_equal(a.decode(int(TEXT[i])), b.decode(int(TEXT[i])))
+
+
+def test_a_save_that_fails_leaves_the_session_alone(deep: Path, tmp_path: Path) -> None:
+    with Model(deep) as model:
+        session = model.session(64, "int8", 16, pinned=3, overflow="slide")
+        session.prefill(TEXT[:100])
+        session.save(tmp_path / "s")
+        before, pieces = (tmp_path / "s").read_bytes(), []
+
+        def full(piece: bytes) -> None:
+            pieces.append(piece)
+            if len(pieces) > 5:
+                raise OSError(errno.ENOSPC, "no room")
+
+        def reads(n: int) -> bytes:
+            raise OSError(errno.EIO, "a bad disk")
+
+        with pytest.raises(OSError, match="no room"):
+            session._core.save(full)
+        with pytest.raises(StateError, match="busy"):
+            session._core.save(lambda piece: session.decode(1))
+        with pytest.raises(OSError, match="a bad disk"):
+            _core.Session.load(model.core, reads)
+        session.save(tmp_path / "s")
+        assert (tmp_path / "s").read_bytes() == before
 
 
 def test_another_window_is_another_model(deep: Path, tmp_path: Path) -> None:
