@@ -224,4 +224,5 @@ def test_a_trace_of_a_wrap(path: Path) -> None:
         assert r.visible == tuple(min(r.position + r.n_tokens, 20 if w else 40) for w in windows)
         assert 0 < sum(r.operations.values()) <= r.seconds * 1.01
         assert r.weight_bytes > 0 and r.kv_bytes > 0 and r.allocations == 0
-    assert len(text.splitlines()) == 2 + 1 + len(records)
+    # Two kinds, a line of headings, the steps, an empty line, headings, prefill and decode
+    assert len(text.splitlines()) == 2 + 1 + len(records) + 1 + 3
