@@ -40,14 +40,14 @@ class TraceRecord:
     allocations: int
 
     def __str__(self) -> str:
-        return "\n".join(_table([self]))
+        return "\n".join(_text([self]))
 
 
 class Trace:
     """Iterates over the records of a session's steps, oldest first; see Session.trace.
 
     The iteration stops when there are no more records for now: a later one goes on with the steps that were
-    made since. ``print(trace)`` shows what has not been iterated yet as a table, and takes nothing away.
+    made since. ``print(trace)`` shows what has not been iterated yet as tables, and takes nothing away.
     """
 
     def __init__(self, native: core.Session, kinds: tuple[LayerKind, ...], n: int) -> None:
@@ -72,7 +72,7 @@ class Trace:
     def __str__(self) -> str:
         self._take()
         head = [f"[{i}] {kind}" for i, kind in enumerate(self.kinds)] if len(self.kinds) > 1 else []
-        return "\n".join(head + _table(list(self._records)))
+        return "\n".join(head + _text(list(self._records)))
 
     def close(self) -> None:
         """Ends the tracing. What was recorded can still be iterated over."""
@@ -100,14 +100,25 @@ class Trace:
 _COLUMNS = ("step", "position", "tokens", "slot", "visible", "weight_bytes", "kv_bytes", "ms", "allocations")
 
 
-def _table(records: list[TraceRecord]) -> list[str]:
-    """A line for each record under a line of headings; times of operations are milliseconds."""
-    operations = list(dict.fromkeys(name for record in records for name in record.operations))
-    rows = [[*_COLUMNS, *operations]]
+def _text(records: list[TraceRecord]) -> list[str]:
+    """A table of the steps, and one of the milliseconds that operations took in a step of each kind, on
+    average."""
+    rows = [list(_COLUMNS)]
     for r in records:
-        cells = [r.kind, str(r.position), str(r.n_tokens), str(r.slot), "/".join(map(str, r.visible))]
-        cells += [f"{r.weight_bytes:,}", f"{r.kv_bytes:,}", f"{r.seconds * 1e3:.2f}", str(r.allocations)]
-        rows.append(cells + [f"{r.operations.get(name, 0.0) * 1e3:.2f}" for name in operations])
+        place = [r.kind, str(r.position), str(r.n_tokens), str(r.slot), "/".join(map(str, r.visible))]
+        cost = [f"{r.weight_bytes:,}", f"{r.kv_bytes:,}", f"{r.seconds * 1e3:.2f}", str(r.allocations)]
+        rows.append(place + cost)
+    operations = list(dict.fromkeys(name for record in records for name in record.operations))
+    means = [["ms by step", *operations]]
+    for kind in dict.fromkeys(record.kind for record in records):
+        those = [record.operations for record in records if record.kind == kind]
+        mean = [sum(r.get(name, 0.0) for r in those) / len(those) for name in operations]
+        means.append([kind, *(f"{seconds * 1e3:.2f}" for seconds in mean)])
+    return [*_table(rows), *(["", *_table(means)] if operations else [])]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Columns aligned: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

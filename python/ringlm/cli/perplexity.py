@@ -37,9 +37,9 @@ def perplexity_command(
     text = opt.read_text(None if file == "-" else Path(file))
     status, began = opt.StatusLine(), time.monotonic()
 
-    def progress(done: int, windows: int, so_far: float) -> None:
-        left = (time.monotonic() - began) / done * (windows - done)
-        status.show(f"window {done} of {windows}, perplexity {so_far:.4f}, {left:.0f} s left")
+    def progress(done: int, total: int, so_far: float) -> None:
+        left = (time.monotonic() - began) / done * (total - done)
+        status.show(f"window {done} of {total}, perplexity {so_far:.4f}, {left:.0f} s left")
 
     with opt.opened(name, threads, backend, window) as model:
         status.show("reading the text")
@@ -62,7 +62,8 @@ def perplexity_command(
         # JSON has no NaN.
         typer.echo(json.dumps({k: None if v != v else v for k, v in record.items()}))
         return
+    how = "a stream through" if overflow == "slide" else f"{result.windows} windows of"
     typer.echo(
         f"perplexity {result.perplexity:.4f} +/- {result.stderr:.4f}\n"
-        f"{result.tokens} tokens scored in {result.windows} windows of {result.n_ctx}, {result.seconds:.1f} s"
+        f"{result.tokens} tokens scored in {how} {result.n_ctx}, {result.seconds:.1f} s"
     )
