@@ -256,6 +256,9 @@ def test_generated_text(model: Model) -> None:
     listed = generate("Grüße 🙂 日本", logprobs=0)
     assert [t.id for p in list(listed) for t in p.tokens] == listed.ids == whole.ids
 
+    endless = generate("Grüße 🙂 日本", keep_ids=False)
+    assert "".join(p.text for p in endless) == "Grüße 🙂 日本" and endless.ids == []
+
     stopped = generate("one, two, three", stop=["twice", "two"])
     assert (
         "".join(p.text for p in stopped) == "one, "

@@ -72,6 +72,7 @@ def run_command(
                 max_tokens=max_tokens,
                 continuation=True,
                 sampling=sampling,
+                keep_ids=as_json,
             )
             answer = _generate(pieces, echo=not as_json)
             stats = session.stats
@@ -93,13 +94,15 @@ def run_command(
 
 
 def _generate(pieces: TextGeneration, echo: bool) -> str:
-    """The whole text, written to stdout as it comes, and a newline at its end. Exit code 130 on Ctrl-C."""
+    """Writes the text to stdout as it comes, and a newline at its end; or returns it. Exit code 130 on
+    Ctrl-C."""
     answer = ""
     try:
         for piece in pieces:
-            answer += piece.text
             if echo:
                 opt.write(piece.text)
+            else:
+                answer += piece.text
     except KeyboardInterrupt:
         if echo:
             opt.write("\n")
