@@ -212,8 +212,9 @@ class Session:
     def rewind(self, n: int) -> None:
         """Forgets the last ``n`` tokens.
 
-        Raises InvalidArgument, and changes nothing, where rows that the token before them saw are gone: once
-        tokens have been evicted, a session goes back by ``chunk - 1`` tokens at most, or to its pinned ones.
+        Raises InvalidArgument, and changes nothing, where rows that the next token would see are gone: once
+        the ring has wrapped, a session goes back by ``chunk`` tokens from the furthest it has been, to the
+        end of its pinned tokens, or to the beginning.
         """
         self._core.rewind(n)
         self._rewinds += n != 0

@@ -208,15 +208,15 @@ class ToySession:
 
     @property
     def tokens(self) -> list[int]:
-        return [self.history[t] for t in self._seen(self.position)]
+        return [self.history[t] for t in self._seen(self.position) if self._there(t)]
 
     @property
     def kinds(self) -> list[dict[str, int]]:
         return plan(self._model, self.n_ctx, chunk=self.chunk, pinned=self.pinned)["kinds"]
 
     def _seen(self, p: int) -> list[int]:
-        """Positions below ``p`` that a token there sees, or saw."""
-        return [t for t in range(p) if t < self.pinned or p - t <= self.n_ctx - self.pinned]
+        """Positions that the token before ``p`` saw."""
+        return [t for t in range(p) if t < self.pinned or p - 1 - t < self.n_ctx - self.pinned]
 
     def _slot(self, p: int) -> int:
         return p if p < self.pinned else self.pinned + (p - self.pinned) % (self.slots - self.pinned)
@@ -295,7 +295,8 @@ class ToySession:
 
     def rewind(self, n: int) -> None:
         assert 0 <= n <= self.position
-        if not all(map(self._there, self._seen(self.position - n))):
+        to = self.position - n
+        if not all(self._there(t) for t in self._seen(to + 1) if t < to):
             raise InvalidArgument("rows are gone")
         if n:
             del self.history[self.position - n :]
