@@ -34,6 +34,8 @@ class CpuOps final : public Ops {
   CpuOps(const Config& c, int n_threads)
       : team_(n_threads > 0 ? n_threads : cpu::default_thread_count()),
         k_(cpu::kernels()),
+        rotation_(kv::make_rotation(c.head_dim)),
+        rotation_tables_(cpu::rotation_tables(rotation_)),
         scratch_floats_(scratch_floats(c)),
         scratch_(scratch_floats_ * size(team_.size())),
         parts_(2 * size(c.group()) * size(team_.size())) {}
@@ -96,8 +98,8 @@ class CpuOps final : public Ops {
           }
         }
         if (cache.layout().k_format == KvFormat::Int8) {
-          kv::rotate(cache.rotation(), q.data());
-          if (second) kv::rotate(cache.rotation(), q_pinned.data());
+          rotate(q.data(), false);
+          if (second) rotate(q_pinned.data(), false);
         }
       }
       const auto [k_begin, k_end] = cpu::share(M * c.n_head_kv, thread, team_.size());
@@ -112,8 +114,8 @@ class CpuOps final : public Ops {
           for (std::size_t j = 0; j < k.size(); ++j) k[j] -= shift[j];
         }
         const kv::Rows keys = row.kv->k(layer, head), values = row.kv->v(layer, head);
-        if (keys.format == KvFormat::Int8) kv::rotate(row.kv->rotation(), k.data());
-        if (values.format == KvFormat::Int8) kv::rotate(row.kv->rotation(), v.data());
+        if (keys.format == KvFormat::Int8) rotate(k.data(), false);
+        if (values.format == KvFormat::Int8) rotate(v.data(), false);
         const std::int64_t slot = row.kv->ring(layer).slot(row.position);
         k_.store_row(keys, slot, k.data(), c.head_dim);
         k_.store_row(values, slot, v.data(), c.head_dim);
@@ -170,6 +172,8 @@ class CpuOps final : public Ops {
 
  private:
   float* scratch(int thread) { return scratch_.data() + size(thread) * scratch_floats_; }
+
+  void rotate(float* head, bool back) const { k_.rotate(rotation_, rotation_tables_.data(), head, back); }
 
   // This thread's rows of the step.
   void norm(const Config& c, const Vector& w, std::span<float> x, std::span<float> y, std::size_t M,
@@ -228,7 +232,7 @@ class CpuOps final : public Ops {
   void finish(const kv::Cache& cache, const Partial& part, const float* sum, float* out,
               std::int32_t head_dim) {
     k_.finish(part, sum, out, head_dim);
-    if (cache.layout().v_format == KvFormat::Int8) kv::rotate_back(cache.rotation(), out);
+    if (cache.layout().v_format == KvFormat::Int8) rotate(out, true);
   }
 
   // Few heads, many positions. Threads take tiles; then each head merges its own.
@@ -286,6 +290,8 @@ class CpuOps final : public Ops {
 
   cpu::Team team_;
   const cpu::Kernels& k_;
+  const kv::Rotation rotation_;  // of every INT8 cache of the model
+  const std::vector<float> rotation_tables_;
   std::size_t scratch_floats_;
   std::vector<float> scratch_;  // [threads, scratch_floats_]
   std::vector<Partial> parts_;  // [threads, 2, group]

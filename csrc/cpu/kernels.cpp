@@ -4,6 +4,7 @@
 #include <cpuid.h>
 #endif
 
+#include <bit>
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -46,6 +47,16 @@ std::vector<const Kernels*> runnable_kernels() {
 #endif
   sets.push_back(&kGeneric);
   return sets;
+}
+
+std::vector<float> rotation_tables(const kv::Rotation& r) {
+  constexpr std::int32_t order = 16;  // kLanes
+  std::vector<float> tables;
+  for (std::int32_t i = 0; i < r.head_dim; ++i) tables.push_back(kv::rotation_sign(i));
+  for (std::uint32_t i = 0; i < order; ++i) {
+    for (std::uint32_t j = 0; j < order; ++j) tables.push_back(std::popcount(i & j) % 2 == 0 ? 1.0f : -1.0f);
+  }
+  return tables;
 }
 
 const Kernels& kernels() {

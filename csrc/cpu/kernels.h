@@ -67,6 +67,9 @@ struct Kernels {
   // gate = silu(gate) * up
   void (*silu_mul)(float* gate, const float* up, std::int64_t n);
 
+  // kv::rotate and kv::rotate_back; `tables` is rotation_tables(r).
+  void (*rotate)(const kv::Rotation& r, const float* tables, float* x, bool back);
+
   void (*store_row)(const kv::Rows& rows, std::int64_t slot, const float* src, std::int32_t n);
 
   // parts [group], sums [group, head_dim]
@@ -85,6 +88,9 @@ constexpr std::int32_t kRowTile = 4;  // weight rows that a matmul turns into fl
 constexpr std::size_t matmul_scratch(std::int32_t cols) {
   return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
 }
+
+// Signs of the rotation, [head_dim], then Sylvester's matrix of order kLanes, row by row.
+std::vector<float> rotation_tables(const kv::Rotation& r);
 
 // The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that
 // the processor lacks is InvalidArgument.

@@ -144,6 +144,37 @@ void silu_mul(float* gate, const float* up, std::int64_t n) {
   map(gate, up, n, [](f32x16 g, f32x16 u) { return g / (set1(1.0f) + exp(set1(0.0f) - g)) * u; });
 }
 
+// Sylvester's matrix of order `width`, a multiple of kLanes, on x: its lower index bits by a product with the
+// matrix of order kLanes, its upper ones by sums and differences of whole vectors. The result times `scale`.
+void walsh_hadamard(const float* sylvester, float* x, std::int32_t width, float scale) {
+  for (std::int32_t i = 0; i < width; i += kLanes) {
+    f32x16 sum = set1(0.0f);
+    for (int j = 0; j < kLanes; ++j) sum = fma(set1(x[i + j]), load(sylvester + j * kLanes), sum);
+    store(x + i, sum * set1(scale));
+  }
+  for (std::int32_t half = kLanes; half < width; half *= 2) {
+    for (std::int32_t at = 0; at < width; at += 2 * half) {
+      for (std::int32_t i = at; i < at + half; i += kLanes) {
+        const f32x16 a = load(x + i), b = load(x + i + half);
+        store(x + i, a + b);
+        store(x + i + half, a - b);
+      }
+    }
+  }
+}
+
+void rotate(const kv::Rotation& r, const float* tables, float* x, bool back) {
+  if (r.m != 1 || r.width % kLanes != 0) return back ? kv::rotate_back(r, x) : kv::rotate(r, x);
+  const std::int32_t d = r.head_dim;
+  const auto flip = [&] {
+    for (std::int32_t i = 0; i < d; i += kLanes) store(x + i, load(x + i) * load(tables + i));
+  };
+  if (!back) flip();
+  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(r.width));
+  for (std::int32_t at = 0; at < d; at += r.width) walsh_hadamard(tables + d, x + at, r.width, scale);
+  if (back) flip();
+}
+
 void store_row(const kv::Rows& rows, std::int64_t slot, const float* src, std::int32_t n) {
   const std::int64_t at = slot * n;
   switch (rows.format) {
@@ -317,7 +348,7 @@ void finish(const Partial& part, const float* sum, float* out, std::int32_t head
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name, dequantize_row, matmul, rms_norm, silu_mul, store_row, attend_tile, merge, finish};
+  return {name, dequantize_row, matmul, rms_norm, silu_mul, rotate, store_row, attend_tile, merge, finish};
 }
 
 }  // namespace

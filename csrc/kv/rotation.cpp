@@ -31,14 +31,8 @@ constexpr std::array<std::array<float, N>, N> paley() {
 constexpr auto kH12 = paley<12>();
 constexpr auto kH20 = paley<20>();
 
-// 1 where the number of overlapping "11" in i's binary digits is odd: the sign is minus there.
-bool minus(std::int32_t i) {
-  const auto bits = static_cast<std::uint32_t>(i);
-  return std::popcount(bits & (bits >> 1)) % 2 != 0;
-}
-
 void flip(const Rotation& r, float* x) {
-  for (std::int32_t i = 0; i < r.head_dim; ++i) x[i] = minus(i) ? -x[i] : x[i];
+  for (std::int32_t i = 0; i < r.head_dim; ++i) x[i] *= rotation_sign(i);
 }
 
 // Sylvester's matrix on `width` elements: sums and differences of halves, over and over.
@@ -80,6 +74,11 @@ void transform(const Rotation& r, float* x, bool transposed) {
 }
 
 }  // namespace
+
+float rotation_sign(std::int32_t i) {
+  const auto bits = static_cast<std::uint32_t>(i);
+  return std::popcount(bits & (bits >> 1)) % 2 != 0 ? -1.0f : 1.0f;
+}
 
 Rotation make_rotation(std::int32_t head_dim) {
   Rotation best{head_dim, 1, 1};

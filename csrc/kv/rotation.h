@@ -23,6 +23,9 @@ struct Rotation {
 
 Rotation make_rotation(std::int32_t head_dim);
 
+// -1 where the number of overlapping "11" in i's binary digits is odd, else 1.
+float rotation_sign(std::int32_t i);
+
 // In place, [head_dim].
 void rotate(const Rotation& r, float* x);
 void rotate_back(const Rotation& r, float* x);

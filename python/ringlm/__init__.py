@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ringlm.errors import (
+    BatchError,
     Cancelled,
     ContextOverflow,
     DeviceError,
@@ -22,8 +23,10 @@ from ringlm.errors import (
 
 if TYPE_CHECKING:
     from ringlm.chat import Chat
+    from ringlm.generation import Generation
     from ringlm.model import Model
-    from ringlm.session import Generation, Sampling, Session, TokenLogprobs
+    from ringlm.sampling import Sampling, TokenLogprobs
+    from ringlm.session import Session
     from ringlm.template import ChatTemplate
     from ringlm.tokenizer import Tokenizer
 
@@ -33,15 +36,16 @@ __version__ = "0.1.0"
 _LAZY = {
     "Chat": "chat",
     "ChatTemplate": "template",
-    "Generation": "session",
+    "Generation": "generation",
     "Model": "model",
-    "Sampling": "session",
+    "Sampling": "sampling",
     "Session": "session",
-    "TokenLogprobs": "session",
+    "TokenLogprobs": "sampling",
     "Tokenizer": "tokenizer",
 }
 
 __all__ = [
+    "BatchError",
     "Cancelled",
     "Chat",
     "ChatTemplate",

@@ -76,9 +76,17 @@ class Config:
     def norm_eps(self) -> float: ...
     @property
     def group(self) -> int: ...
+    @property
+    def windows(self) -> list[int]: ...  # of each layer; 0: none
 
 class Model:
-    def __init__(self, path: str | os.PathLike[str], n_threads: int = 0, backend: str = "cpu") -> None: ...
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_threads: int = 0,
+        backend: str = "cpu",
+        window: Sequence[int] = (),  # (): as the file says; one: of all layers; or one per layer; 0: none
+    ) -> None: ...
     @property
     def config(self) -> Config: ...
     @property
@@ -93,9 +101,38 @@ class Model:
     def closed(self) -> bool: ...
     def close(self) -> None: ...
 
+class _Kind(TypedDict):
+    window: int
+    n_layer: int
+    capacity: int
+    visible: int
+    pinned: int
+    nbytes: int
+
+class _TraceRecord(TypedDict):
+    kind: str
+    position: int
+    n_tokens: int
+    slot: int
+    visible: list[int]
+    weight_bytes: int
+    kv_bytes: int
+    seconds: float
+    operations: dict[str, float]
+    allocations: int
+
 class Session:
+    """A ring of keys and values and the state machine over it; see csrc/include/ringlm/session.h."""
+
     def __init__(
-        self, model: Model, n_ctx: int = 0, kv_k: str = "f16", kv_v: str = "f16", chunk: int = 128
+        self,
+        model: Model,
+        n_ctx: int = 0,
+        kv_k: str = "f16",
+        kv_v: str = "f16",
+        chunk: int = 128,
+        pinned: int = 0,
+        overflow: str = "error",
     ) -> None: ...
     def prefill(
         self,
@@ -109,6 +146,16 @@ class Session:
     def log_probability(self, id: int) -> float: ...
     def top_log_probabilities(self, k: int) -> list[tuple[int, float]]: ...
     def rewind(self, n: int) -> None: ...
+    def reuse(self, tokens: NDArray[np.int32]) -> int: ...
+    def fork(self) -> Session: ...
+    def save(self, write: Callable[[bytes], object]) -> None: ...
+    @staticmethod
+    def load(model: Model, read: Callable[[int], bytes]) -> Session: ...
+    def kv_rows(
+        self, layer: int, head: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]: ...
+    def start_trace(self, capacity: int) -> None: ...
+    def take_trace(self) -> list[_TraceRecord]: ...
     def cancel(self, wanted: bool = True) -> None: ...
     def close(self) -> None: ...
     @property
@@ -116,7 +163,19 @@ class Session:
     @property
     def position(self) -> int: ...
     @property
+    def visible(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
     def tokens(self) -> list[int]: ...
+    @property
+    def pinned(self) -> int: ...
+    @property
+    def overflow(self) -> str: ...
+    @property
+    def kinds(self) -> list[_Kind]: ...
     @property
     def n_ctx(self) -> int: ...
     @property
@@ -128,6 +187,33 @@ class Session:
     @property
     def nbytes(self) -> int: ...
 
+# Feeds one token to each; entry i is None, or the error of session i, which is then as before.
+def step(sessions: Sequence[Session], tokens: Sequence[int]) -> list[Exception | None]: ...
+
+class _Plan(TypedDict):
+    n_ctx: int
+    chunk: int
+    pinned: int
+    kinds: list[_Kind]
+    kv_nbytes: int
+    activation_nbytes: int
+    scratch_nbytes: int
+    state_nbytes: int
+    nbytes: int
+
+def plan(
+    model: Model,
+    n_ctx: int = 0,
+    kv_k: str = "f16",
+    kv_v: str = "f16",
+    chunk: int = 128,
+    pinned: int = 0,
+    overflow: str = "error",
+) -> _Plan: ...
+def largest_n_ctx(
+    model: Model, kv_k: str, kv_v: str, chunk: int, pinned: int, memory: int
+) -> int: ...  # 0: not even pinned + 1
+def available_memory() -> int: ...
 def dequantize(type: int, data: NDArray[np.uint8]) -> NDArray[np.float32]: ...
 
 class _SamplerParams(TypedDict):

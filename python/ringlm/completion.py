@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ringlm.errors import InvalidArgument
-from ringlm.session import Sampling, TokenLogprobs
+from ringlm.sampling import Sampling, TokenLogprobs
 from ringlm.text import Piece, generate_text, stop_list
 
 if TYPE_CHECKING:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 __all__ = [
+    "BatchError",
     "Cancelled",
     "ContextOverflow",
     "DeviceError",
@@ -44,6 +47,21 @@ class Cancelled(Error):
     def __init__(self, message: str, consumed: int = 0) -> None:
         super().__init__(message)
         self.consumed = consumed
+
+
+class BatchError(Error):
+    """Sessions of a batch failed and are as before; the others advanced. ``tokens`` has the token that each
+    session was fed, None where it failed; ``errors`` has the error of each that failed, by its index."""
+
+    def __init__(
+        self,
+        message: str,
+        tokens: Sequence[int | None] = (),
+        errors: Mapping[int, Error] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.tokens = list(tokens)
+        self.errors = dict(errors or {})
 
 
 class DeviceError(Error):

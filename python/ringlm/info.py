@@ -9,21 +9,26 @@ from ringlm.errors import Error
 
 __all__ = ["describe"]
 
-_KV_BYTES = {"f16": 2, "f32": 4}
+# Bytes of a K or V row of one token and KV head: of each element, and besides (the scale).
+_KV_ROW = {"f16": (2, 0), "int8": (1, 2), "f32": (4, 0)}
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A model file as JSON-like data. What the file does not say is None.
 
-    ``supported`` tells whether ringlm can run it, and ``reason`` why not. ``kv_bytes_per_token`` and
-    ``kv_bytes`` (at ``n_ctx_default``) are for keys and values of all layers together, by storage type.
-    Sizes are bytes. Raises FileFormatError and UnsupportedModelError where the file cannot be read at all.
+    ``supported`` tells whether ringlm can run it, and ``reason`` why not. ``kv_bytes_per_token`` is for keys
+    and values of all layers together, by storage type, and so is ``kv_bytes``: of a session with the default
+    options and ``n_ctx_default`` tokens where the model runs, else of so many tokens. Sizes are bytes. Raises
+    FileFormatError and UnsupportedModelError where the file cannot be read at all.
     """
     import ringlm._core as core
 
     file = core.GGUF(os.fspath(path))
     arch = _text(file, "general.architecture")
-    reason = _why_not(path)
+    reason, kv_bytes = _opened(path)
+    shape = _shape(file, arch)
+    if kv_bytes is not None:
+        shape["kv_bytes"] = kv_bytes
     record = {
         "path": os.fspath(path),
         "file_bytes": file.file_bytes,
@@ -35,7 +40,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "supported": reason is None,
         "reason": reason,
         "parameters": sum(t.n_elements for t in file.tensors()),
-        **_shape(file, arch),
+        **shape,
         "quantization": _quantization(file),
         "tokens": _tokens(file),
         "chat_templates": _templates(file),
@@ -57,14 +62,18 @@ def _number(file: Any, key: str) -> Any:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _why_not(path: str | os.PathLike[str]) -> str | None:
+def _opened(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, int] | None]:
+    """Why the model cannot be run, or None; else the bytes of a default session's cache by storage type."""
     import ringlm._core as core
 
     try:
-        core.Model(os.fspath(path), 1, "cpu").close()
+        model = core.Model(os.fspath(path), 1, "cpu")
     except Error as e:
-        return str(e)
-    return None
+        return str(e), None
+    try:
+        return None, {name: core.plan(model, kv_k=name, kv_v=name)["kv_nbytes"] for name in _KV_ROW}
+    finally:
+        model.close()
 
 
 def _shape(file: Any, arch: Any) -> dict[str, Any]:
@@ -85,8 +94,7 @@ def _shape(file: Any, arch: Any) -> dict[str, Any]:
     n_ctx = None
     if isinstance(n_ctx_train, int):
         n_ctx = min(4096, int(n_ctx_train * factor) if scaling == "linear" and factor else n_ctx_train)
-    per_token = _kv_elements(n_layer, n_head_kv, head_dim, value_dim)
-    kv = None if per_token is None else {name: per_token * size for name, size in _KV_BYTES.items()}
+    kv = _kv_bytes_per_token(n_layer, n_head_kv, head_dim, value_dim)
     return {
         "n_layer": n_layer,
         "n_embd": n_embd,
@@ -122,12 +130,15 @@ def _group(n_head: Any, n_head_kv: Any) -> Any:
     return [a // b if b else None for a, b in zip(heads, kv, strict=False)]
 
 
-def _kv_elements(n_layer: Any, n_head_kv: Any, head_dim: Any, value_dim: Any) -> int | None:
-    """Elements of K and V that one token adds to all layers."""
+def _kv_bytes_per_token(n_layer: Any, n_head_kv: Any, head_dim: Any, value_dim: Any) -> dict[str, int] | None:
+    """Bytes of K and V that one token takes in all layers, by storage type."""
     if n_head_kv is None or not all(isinstance(n, int) for n in (n_layer, head_dim, value_dim)):
         return None
     n_heads = sum(n_head_kv) if isinstance(n_head_kv, list) else n_layer * n_head_kv
-    return int(n_heads * (head_dim + value_dim))
+    return {
+        name: int(n_heads * ((head_dim + value_dim) * element + 2 * scale))
+        for name, (element, scale) in _KV_ROW.items()
+    }
 
 
 def _quantization(file: Any) -> list[dict[str, Any]]:

@@ -11,13 +11,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
+from ringlm.cache import cache_options
 from ringlm.errors import InvalidArgument, StateError
-from ringlm.session import Sampling, Session
+from ringlm.sampling import Sampling
+from ringlm.session import Session
 
 if TYPE_CHECKING:
     import ringlm._core as core
     from ringlm.chat import Chat
     from ringlm.completion import Json
+    from ringlm.plan import Plan
     from ringlm.template import ChatTemplate
     from ringlm.tokenizer import Tokenizer
 
@@ -27,9 +30,12 @@ __all__ = ["Model"]
 class Model:
     """The weights of a GGUF file, mapped read-only and shared by all sessions of the model.
 
-    ``n_threads`` None takes as many threads as the process may use. Raises FileFormatError,
-    UnsupportedModelError, DeviceError.
-    Tokenizer, metadata and templates are read when first asked for.
+    ``n_threads`` None takes as many threads as the process may use. ``window`` is for files that do not say
+    that their layers see only the last tokens: how many, in all layers, or a sequence with an entry for each
+    layer, in which 0 or None is no window. ``n_ctx`` is that of the sessions that completions open.
+
+    Raises FileFormatError, UnsupportedModelError, DeviceError, InvalidArgument. Tokenizer, metadata and
+    templates are read when first asked for.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class Model:
         n_threads: int | None = None,
         backend: str = "cpu",
         n_ctx: int | None = None,
+        window: int | Sequence[int | None] | None = None,
     ) -> None:
         if n_threads is not None and (not isinstance(n_threads, int) or not 1 <= n_threads < 2**31):
             raise InvalidArgument(
@@ -48,7 +55,7 @@ class Model:
 
         self.path = Path(path)
         #: The native model.
-        self.core = core.Model(self.path, n_threads or 0, backend)
+        self.core = core.Model(self.path, n_threads or 0, backend, _windows(window))
         self._config = self.core.config  # sessions outlive close()
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx
@@ -126,11 +133,63 @@ class Model:
     # ---- what it does --------------------------------------------------------------------------------------
 
     def session(
-        self, n_ctx: int | None = None, kv: str | tuple[str, str] = "f16", chunk: int = 128
+        self,
+        n_ctx: int | None = None,
+        kv: str | tuple[str, str] = "f16",
+        chunk: int = 128,
+        *,
+        pinned: int = 0,
+        overflow: str = "error",
+        sampling: Sampling | None = None,
     ) -> Session:
         """Opens a session; see Session."""
         self._check_open()
-        return Session(self, n_ctx=n_ctx, kv=kv, chunk=chunk)
+        return Session(
+            self, n_ctx=n_ctx, kv=kv, chunk=chunk, pinned=pinned, overflow=overflow, sampling=sampling
+        )
+
+    def load_session(self, path: str | os.PathLike[str], sampling: Sampling | None = None) -> Session:
+        """The session of a file that Session.save wrote; it goes on where the saved one was, bit for bit.
+
+        Its counters and, in Model.step, its draws begin anew. Raises FileFormatError for a file that is
+        damaged, of another model or no session, OutOfMemory, OSError.
+        """
+        from ringlm.state import load_session
+
+        self._check_open()
+        return Session.wrap(self, load_session(self, path), sampling)
+
+    def plan(
+        self,
+        n_ctx: int | None = None,
+        kv: str | tuple[str, str] = "f16",
+        chunk: int = 128,
+        *,
+        pinned: int = 0,
+        sessions: int = 1,
+        memory: int | None = None,
+    ) -> Plan:
+        """What sessions of this kind need, in bytes, before one is opened; see ringlm.plan."""
+        from ringlm.plan import plan
+
+        self._check_open()
+        return plan(self, n_ctx=n_ctx, kv=kv, pinned=pinned, chunk=chunk, sessions=sessions, memory=memory)
+
+    def step(self, sessions: Sequence[Session], tokens: Sequence[int | None] | None = None) -> list[int]:
+        """Feeds one token to each of several sessions, reading the weights once, and returns the tokens.
+
+        Each is drawn from its session's logits with the session's own ``sampling``, or is the one in
+        ``tokens`` where that is not None. The sessions may differ in length, context and cache. On the CPU
+        the result equals the sessions stepped alone, bit for bit.
+
+        Raises InvalidArgument, before anything is computed, for sessions that are there twice or of another
+        model and for tokens outside the vocabulary; BatchError when sessions failed (nothing to draw from, a
+        full context, NaN, cancelled, closed): these are as before, their samplers too, and the others have
+        advanced.
+        """
+        from ringlm.batch import step
+
+        return step(self, sessions, tokens)
 
     def chat(
         self,
@@ -140,22 +199,30 @@ class Model:
         n_ctx: int | None = None,
         kv: str | tuple[str, str] = "f16",
         chunk: int = 128,
+        pinned: int | None = None,
+        overflow: str = "slide",
         stop: str | Sequence[str] | None = None,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         variables: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Chat:
-        """Opens a conversation with a session of its own.
+        """Opens a conversation with a session of its own, which goes on for ever: when the context is full
+        the oldest turns leave it, and the system message stays. With ``overflow="error"`` it ends there.
 
         ``template`` is the name of one of the file's templates or a ChatTemplate; ``variables`` go to it.
-        ``changes`` are sampling parameters by name.
+        ``pinned`` None pins what the template makes of the system message; if that is more than half of the
+        context it is a ContextOverflow. ``changes`` are sampling parameters by name.
         """
-        from ringlm.chat import Chat
+        from ringlm.chat import Chat, pinned_tokens
 
+        self._check_open()
         chosen = self.chat_template(template) if template is None or isinstance(template, str) else template
         how = (sampling or Sampling()).replace(**changes)
-        session = self.session(n_ctx, kv, chunk)
+        options = cache_options(n_ctx, kv, chunk, pinned or 0, overflow)
+        if pinned is None and overflow == "slide":
+            pinned = pinned_tokens(self, chosen, system, variables or {}, options)
+        session = self.session(n_ctx, kv, chunk, pinned=pinned or 0, overflow=overflow, sampling=how)
         try:
             return Chat(
                 session,
@@ -267,3 +334,19 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model({str(self.path)!r})"
+
+
+def _windows(window: Any) -> list[int]:
+    """The core's form: empty for what the file says, one number for all layers, or one for each."""
+    if window is None:
+        return []
+    given = [window] if isinstance(window, int) else window
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        given = [window]  # refused below
+    windows = [0 if w is None else w for w in given]
+    if not windows or not all(isinstance(w, int) and 0 <= w < 2**31 for w in windows):
+        raise InvalidArgument(
+            f"window is {window!r:.80}; expected a number of tokens, or a sequence with one for each layer, "
+            "where 0 or None is no window"
+        )
+    return windows

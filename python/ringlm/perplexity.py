@@ -1,10 +1,10 @@
-"""Perplexity of a model over a text, as llama.cpp's perplexity tool defines it."""
+"""Perplexity of a model over a text: of windows, as llama.cpp's tool defines it, or of one stream."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ringlm.model import Model
+    from ringlm.session import Session
 
 __all__ = ["Perplexity", "negative_log_likelihoods", "perplexity"]
 
@@ -24,7 +25,7 @@ _LOGITS = 1 << 22  # at most so many are held at a time: 16 MiB
 @dataclass(frozen=True)
 class Perplexity:
     """``perplexity`` is exp of the mean negative log-likelihood of ``tokens`` scored tokens, ``stderr`` its
-    standard error; NaN when only one token was scored."""
+    standard error; NaN when only one token was scored. A stream is one window."""
 
     perplexity: float
     stderr: float
@@ -41,6 +42,8 @@ def perplexity(
     n_ctx: int = 512,
     kv: str | tuple[str, str] = "f16",
     chunk: int = 128,
+    pinned: int = 0,
+    overflow: str = "error",
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Perplexity:
     """How badly ``model`` predicts ``text`` (or its token ids): exp(mean negative log-likelihood).
@@ -50,11 +53,14 @@ def perplexity(
     window's first token. The logits of positions n_ctx // 2 to n_ctx - 2 predict the tokens behind them, and
     these are scored: every one has at least half a window of context.
 
-    ``progress(windows done, windows, perplexity so far)`` is called after each window. Raises
-    InvalidArgument if there is not one whole window, NumericError.
-    """
-    import numpy as np
+    With ``overflow="slide"`` it is the perplexity of a stream: the whole text goes once through a context of
+    ``n_ctx`` tokens, the first ``pinned`` of which stay while the oldest of the others leave. The logits of
+    position n_ctx // 2 and of every later one predict the tokens behind them, and these are scored. For a
+    text of ``n_ctx`` tokens both definitions are the same.
 
+    ``progress(done, total, perplexity so far)`` is called after each window, or after so many tokens of a
+    stream. Raises InvalidArgument if there is not one whole window, NumericError.
+    """
     if n_ctx < 3:
         raise InvalidArgument(f"n_ctx is {n_ctx}; a window of fewer than 3 tokens has none to score")
     tokenizer = model.tokenizer
@@ -69,26 +75,42 @@ def perplexity(
                 else "give a longer text"
             )
         )
+    stream = overflow == "slide"
+    texts = [ids] if stream else [ids[w * n_ctx : (w + 1) * n_ctx] for w in range(windows)]
+    total = -(-len(ids) // n_ctx) if stream else windows
     began = time.perf_counter()
     scores: list[npt.NDArray[np.float64]] = []
-    with model.session(n_ctx=n_ctx, kv=kv, chunk=min(chunk, n_ctx)) as session:
-        rows = max(1, min(session.chunk, _LOGITS // model.n_vocab))
-        buffer = np.empty((rows, model.n_vocab), np.float32)
-        first, last = n_ctx // 2, n_ctx - 1
-        for w in range(windows):
-            window = ids[w * n_ctx : (w + 1) * n_ctx]
+    with model.session(n_ctx, kv, min(chunk, n_ctx), pinned=pinned, overflow=overflow) as session:
+        for w, window in enumerate(texts):
             if tokenizer.add_bos and tokenizer.bos_id is not None:
                 window[0] = tokenizer.bos_id
-            session.rewind(session.position)
-            session.prefill(window[:first], out=buffer[0])
-            for at in range(first, last, rows):
-                end = min(at + rows, last)
-                logits = session.prefill(window[at:end], out=buffer[: end - at], all_logits=True)
-                scores.append(negative_log_likelihoods(logits, window[at + 1 : end + 1]))
-            if progress is not None:
-                progress(w + 1, windows, _mean_and_error(scores)[0])
+            if w:
+                session.rewind(session.position)
+            told, ends = w, total if stream else w + 1
+            for scored in _scored(session, window, n_ctx // 2):
+                scores.append(scored)
+                at = session.position
+                done = ends if at == len(window) - 1 else w + at // n_ctx
+                if progress is not None and done > told:
+                    told = done
+                    progress(done, total, _mean_and_error(scores)[0])
     value, error = _mean_and_error(scores)
-    return Perplexity(value, error, sum(map(len, scores)), windows, n_ctx, time.perf_counter() - began)
+    return Perplexity(value, error, sum(map(len, scores)), len(texts), n_ctx, time.perf_counter() - began)
+
+
+def _scored(session: Session, ids: Sequence[int], first: int) -> Iterator[npt.NDArray[np.float64]]:
+    """Feeds ``ids``, but for the last, to an empty session, and yields how badly those behind position
+    ``first`` are predicted, some at a time."""
+    import numpy as np
+
+    n_vocab, last = session.model.n_vocab, len(ids) - 1
+    rows = max(1, min(session.chunk, _LOGITS // n_vocab))
+    buffer = np.empty((rows, n_vocab), np.float32)
+    session.prefill(ids[:first], out=buffer[0])
+    for at in range(first, last, rows):
+        end = min(at + rows, last)
+        logits = session.prefill(ids[at:end], out=buffer[: end - at], all_logits=True)
+        yield negative_log_likelihoods(logits, ids[at + 1 : end + 1])
 
 
 def negative_log_likelihoods(

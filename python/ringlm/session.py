@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
+import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
+from ringlm.cache import KV, LayerKind, SessionStats, cache_options
 from ringlm.errors import ContextOverflow, InvalidArgument, StateError
+from ringlm.generation import Generation, generate
+from ringlm.sampling import Sampling, StepSampler, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,120 +18,64 @@ if TYPE_CHECKING:
 
     import ringlm._core as core
     from ringlm.model import Model
+    from ringlm.trace import Trace
 
-__all__ = ["Generation", "Sampling", "Session", "SessionStats", "TokenLogprobs"]
+__all__ = ["Progress", "Session"]
 
-T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from logits: bias and penalties, top-k, top-p, min-p, temperature, draw.
-
-    ``temperature`` 0 takes the most probable token; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
-    Penalties look at the last ``penalty_window`` tokens, those of the prompt too. ``logit_bias`` maps ids to
-    what is added to their logits. The same ``seed`` draws the same tokens; None picks one.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    penalty_window: int = 64
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-
-    def replace(self, **changes: Any) -> Sampling:
-        """A copy with changes. Raises TypeError for names that are no sampling parameters."""
-        unknown = sorted(set(changes) - {f.name for f in dataclasses.fields(self)})
-        if unknown:
-            known = ", ".join(f.name for f in dataclasses.fields(self))
-            raise TypeError(f"unknown sampling parameter {', '.join(unknown)}; known are {known}")
-        return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """A generated token, its log-probability (natural, before any sampling parameter) and the most probable
-    ones."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass
-class SessionStats:
-    """What a session has done since it was opened."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-
-class Generation(Generic[T]):
-    """Iterates over generated tokens; see Session.generate."""
-
-    def __init__(
-        self, steps: Callable[[Generation[T]], Generator[T, None, None]], prompt_tokens: int, seed: int
-    ) -> None:
-        #: ``"stop"`` after a stop id, ``"length"`` after max_tokens or a full context, None before the end.
-        self.finish_reason: str | None = None
-        self.prompt_tokens = prompt_tokens
-        #: Tokens yielded so far.
-        self.completion_tokens = 0
-        #: The seed that was used, so that a run can be repeated.
-        self.seed = seed
-        #: True when the prompt is in the cache.
-        self.prefilled = False
-        self._steps = steps(self)
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        return next(self._steps)
-
-    def close(self) -> None:
-        """Ends the generation. What was yielded stays in the cache, but for the last token."""
-        self._steps.close()
-
-
 class Session:
-    """One stream of tokens: a K/V cache of ``n_ctx`` positions, allocated here once.
+    """One stream of tokens over a ring of keys and values, allocated here once.
 
-    ``kv`` is ``"f16"`` or ``"f32"``, or a pair of them for keys and values. ``n_ctx`` is the smaller of 4096
-    and the trained length by default; ``chunk`` is how many tokens one step of a prefill takes. Raises
-    OutOfMemory, InvalidArgument. A session is used by one thread at a time, but ``cancel`` is called from
-    any.
+    ``n_ctx`` tokens are visible; by default the smaller of 4096 and the trained length. With ``overflow``
+    ``"error"`` no more than these can be fed. With ``"slide"`` there is no limit: the oldest token leaves
+    when a new one comes, except for the first ``pinned``, which stay for ever. ``kv`` is how rows are stored:
+    ``"f16"``, ``"int8"`` (about half of it) or ``"f32"``, or a pair of them for keys and values. ``chunk`` is
+    how many tokens one step of a prefill takes. ``sampling`` is what ``generate`` and ``Model.step`` draw
+    with, unless told otherwise.
+
+    Raises OutOfMemory, before anything is touched, InvalidArgument, and UnsupportedModelError where a model
+    can not slide. A session is used by one thread at a time, but ``cancel`` is called from any.
     """
 
     def __init__(
-        self, model: Model, *, n_ctx: int | None = None, kv: str | tuple[str, str] = "f16", chunk: int = 128
+        self,
+        model: Model,
+        *,
+        n_ctx: int | None = None,
+        kv: str | tuple[str, str] = "f16",
+        chunk: int = 128,
+        pinned: int = 0,
+        overflow: str = "error",
+        sampling: Sampling | None = None,
     ) -> None:
-        if n_ctx is not None:
-            _check_count("n_ctx", n_ctx, "or None for the default")
-        _check_count("chunk", chunk, "as many as one step takes")
-        pair = (kv, kv) if isinstance(kv, str) else kv
-        if not isinstance(pair, tuple) or [type(name) for name in pair] != [str, str]:
-            raise InvalidArgument(f"kv is {kv!r}; expected 'f16' or 'f32', or a pair of them for K and V")
-        kv_k, kv_v = pair
+        options = cache_options(n_ctx, kv, chunk, pinned, overflow)
         import ringlm._core as core
 
-        self._core = core.Session(model.core, n_ctx or 0, kv_k, kv_v, chunk)
-        self.model = model
-        self.stats = SessionStats()
+        self._begin(model, core.Session(model.core, **options), sampling)
+
+    @classmethod
+    def wrap(cls, model: Model, native: core.Session, sampling: Sampling | None = None) -> Session:
+        """A Session around a native one, whose owner it becomes."""
+        session = cls.__new__(cls)
+        session._begin(model, native, sampling)
+        return session
+
+    def _begin(self, model: Model, native: core.Session, sampling: Sampling | None) -> None:
+        self.model, self._core = model, native
+        self._prefill_tokens = self._decode_tokens = 0
+        self._prefill_seconds = self._decode_seconds = 0.0
+        #: How often the session went back: with the position it tells whether the cache is still the same.
+        self._rewinds = 0
+        self._steps = StepSampler(model.n_vocab, sampling or Sampling())
+        self._trace: Trace | None = None
 
     # ---- state ---------------------------------------------------------------------------------------------
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that the cache holds."""
+        """Tokens that are visible at most."""
         return self._core.n_ctx
 
     @property
@@ -138,18 +83,62 @@ class Session:
         return self._core.chunk
 
     @property
+    def pinned(self) -> int:
+        """The first tokens that never leave."""
+        return self._core.pinned
+
+    @property
+    def overflow(self) -> str:
+        """``"error"`` or ``"slide"``."""
+        return self._core.overflow
+
+    @property
     def position(self) -> int:
-        """Tokens in the cache, which is the position of the next one."""
+        """Tokens fed, which is the position of the next one."""
         return self._core.position
 
     @property
     def tokens(self) -> list[int]:
-        """Ids in the cache."""
+        """Ids that the last token saw: the pinned ones, then the moving part."""
         return self._core.tokens
 
     @property
+    def full(self) -> bool:
+        """True when no more can be fed; never if the session slides."""
+        return self._core.overflow == "error" and self._core.position >= self._core.n_ctx
+
+    @property
+    def sampling(self) -> Sampling:
+        """What is drawn with by default. Setting it begins Model.step's draws anew."""
+        return self._steps.how
+
+    @sampling.setter
+    def sampling(self, how: Sampling) -> None:
+        self._steps = StepSampler(self.model.n_vocab, how)
+
+    @property
+    def stats(self) -> SessionStats:
+        """As it is now; it does not change afterwards."""
+        native = self._core
+        return SessionStats(
+            self._prefill_tokens,
+            self._prefill_seconds,
+            self._decode_tokens,
+            self._decode_seconds,
+            native.position,
+            native.visible,
+            native.evicted,
+            native.slots,
+        )
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The rings: one entry for the layers that are alike."""
+        return tuple(LayerKind(**kind) for kind in self._core.kinds)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the session: cache and scratch memory."""
+        """Bytes of the session: cache, activations and all the rest."""
         return self._core.nbytes
 
     @property
@@ -179,7 +168,9 @@ class Session:
     def __repr__(self) -> str:
         if self.closed:
             return "Session(closed)"
-        return f"Session({self.position} of {self.n_ctx} tokens, {self.kv_nbytes / 2**20:.1f} MiB of K/V)"
+        stats, kv = self.stats, f"{self.kv_nbytes / 2**20:.1f} MiB of K/V"
+        evicted = f" and {stats.evicted} evicted" if stats.evicted else ""
+        return f"Session({stats.visible} of {self.n_ctx} tokens{evicted}, {kv})"
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -195,7 +186,8 @@ class Session:
         ``all_logits`` ``[n_tokens, n_vocab]``.
 
         The result is a fresh array, or ``out``. ``progress(done, total)`` is called after each chunk. Raises
-        ContextOverflow before anything is computed, Cancelled (finished chunks stay), NumericError.
+        ContextOverflow before anything is computed (unless the session slides), Cancelled (finished chunks
+        stay), NumericError.
         """
         import numpy as np
 
@@ -218,8 +210,14 @@ class Session:
         return out
 
     def rewind(self, n: int) -> None:
-        """Forgets the last ``n`` tokens."""
+        """Forgets the last ``n`` tokens.
+
+        Raises InvalidArgument, and changes nothing, where rows that the next token would see are gone: once
+        the ring has wrapped, a session goes back by ``chunk`` tokens from the furthest it has been, to the
+        end of its pinned tokens, or to the beginning.
+        """
         self._core.rewind(n)
+        self._rewinds += n != 0
 
     def cancel(self, wanted: bool = True) -> None:
         """From any thread: the running step, or the next one to begin, raises Cancelled. ``cancel(False)``
@@ -227,27 +225,30 @@ class Session:
         self._core.cancel(wanted)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Rewinds to the longest common prefix of the cache and ``tokens`` and returns its length.
+        """Goes back to the longest prefix of ``tokens`` that the cache holds and can go back to, and returns
+        its length.
 
         At least one of the tokens is left to be evaluated, as logits come from evaluation. Raises
-        ContextOverflow, and leaves the cache alone, if ``tokens`` are more than ``n_ctx``.
+        ContextOverflow, and leaves the cache alone, if ``tokens`` are more than ``n_ctx`` and the session
+        does not slide.
         """
-        if len(tokens) > self.n_ctx:
-            trained = int(self.model.config.n_ctx_train * self.model.config.rope_factor)
-            fits = f"open the session with n_ctx={len(tokens)} or more"
-            raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx}; shorten it"
-                + (f" or {fits}" if len(tokens) <= trained else f": the model was trained for {trained}")
-            )
-        held = self.tokens
-        same = 0
-        for a, b in zip(held, tokens[: max(len(tokens) - 1, 0)], strict=False):
-            if a != b:
-                break
-            same += 1
-        if same < len(held):
-            self.rewind(len(held) - same)
-        return same
+        ids, before = self._ids(tokens), self.position
+        if self.overflow == "error":
+            self.check_fits(len(ids))
+        kept = self._core.reuse(ids)
+        self._rewinds += kept != before
+        return kept
+
+    def check_fits(self, n: int) -> None:
+        """Raises ContextOverflow if a prompt of ``n`` tokens is more than the context."""
+        if n <= self.n_ctx:
+            return
+        trained = int(self.model.config.n_ctx_train * self.model.config.rope_factor)
+        fits = f"open the session with n_ctx={n} or more"
+        raise ContextOverflow(
+            f"the prompt has {n} tokens and the context {self.n_ctx}; shorten it"
+            + (f" or {fits}" if n <= trained else f": the model was trained for {trained}")
+        )
 
     @overload
     def generate(
@@ -284,42 +285,63 @@ class Session:
         progress: Progress | None = None,
         **changes: Any,
     ) -> Generation[int] | Generation[TokenLogprobs]:
-        """Appends ``tokens`` and generates until a stop id, ``max_tokens``, or the end of the context.
+        """Appends ``tokens`` and generates until a stop id, ``max_tokens``, or the end of the context, which
+        a session that slides does not have.
 
         Yields ids, or TokenLogprobs with the ``logprobs`` most probable tokens. The id that ends the text is
         not yielded; ``stop_ids`` are the model's end-of-generation ids by default. ``changes`` are sampling
-        parameters by name, applied to ``sampling``. The prefill runs at the first ``next``.
+        parameters by name, applied to ``sampling``, or the session's. The prefill runs at the first ``next``.
         """
         ids = self._ids(tokens)
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise InvalidArgument(f"max_tokens is {max_tokens!r}; expected at least 1, or None for no limit")
-        stops = frozenset(self.model.tokenizer.eog_ids if stop_ids is None else stop_ids)
-        how = (sampling or Sampling()).replace(**changes)
-        seed = secrets.randbits(63) if how.seed is None else how.seed
-        sampler = self._sampler(how, seed)
-
-        def steps(generation: Generation[Any]) -> Generator[Any, None, None]:
-            window = max(how.penalty_window - len(ids), 0)
-            held = self.tokens[-window:] if window else []
-            self._prefill(ids, None, False, progress)
-            generation.prefilled = True
-            sampler.accept([*held, *ids.tolist()[-how.penalty_window :]] if how.penalty_window else [])
-            while True:
-                token = self._core.sample(sampler)
-                if token in stops:
-                    generation.finish_reason = "stop"
-                    return
-                generation.completion_tokens += 1
-                full = generation.completion_tokens == max_tokens or self.position >= self.n_ctx
-                if full:
-                    generation.finish_reason = "length"
-                yield token if logprobs is None else self._record(token, logprobs)
-                if full:
-                    return
-                self._decode(token, None)
-
+        generation = generate(
+            self,
+            ids,
+            max_tokens=max_tokens,
+            stops=frozenset(self.model.tokenizer.eog_ids if stop_ids is None else stop_ids),
+            logprobs=logprobs,
+            sampling=(sampling or self.sampling).replace(**changes),
+            progress=progress,
+        )
         # The ids are yielded as they are or as records, as the overloads say.
-        return cast("Generation[int] | Generation[TokenLogprobs]", Generation(steps, len(ids), seed))
+        return cast("Generation[int] | Generation[TokenLogprobs]", generation)
+
+    # ---- tools ---------------------------------------------------------------------------------------------
+
+    def fork(self) -> Session:
+        """A session with a copy of everything, except for a trace: both go on independently.
+
+        Also the random state of Model.step's draws is copied: with the same logits both draw the same.
+        """
+        twin = Session.wrap(self.model, self._core.fork())
+        twin._prefill_tokens, twin._decode_tokens = self._prefill_tokens, self._decode_tokens
+        twin._prefill_seconds, twin._decode_seconds = self._prefill_seconds, self._decode_seconds
+        twin._rewinds, twin._steps = self._rewinds, self._steps.copy()
+        return twin
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the session to a file, whole or not at all; Model.load_session reads it."""
+        from ringlm.state import save_session
+
+        save_session(self, path)
+
+    def trace(self, n: int = 4096) -> Trace:
+        """Begins to record what steps do, and returns the records of those to come: see Trace.
+
+        At most ``n`` records wait to be read; then the oldest are dropped. The room is allocated here. A
+        trace that was begun before ends.
+        """
+        from ringlm.trace import Trace
+
+        if self._trace is not None:
+            self._trace.close()
+        self._trace = Trace(self._core, self.kinds, n)
+        return self._trace
+
+    def kv(self, layer: int, head: int) -> KV:
+        """The rows of one KV head that the last token saw, decoded, in position order."""
+        return KV(*self._core.kv_rows(layer, head))
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
@@ -343,37 +365,30 @@ class Session:
             raise InvalidArgument(f"tokens[{i}] is {ids[i]}; the vocabulary has the ids 0 to {n_vocab - 1}")
         return ids.astype(np.int32)
 
-    def _sampler(self, how: Sampling, seed: int) -> core.Sampler:
-        import ringlm._core as core
-
-        params = {f.name: getattr(how, f.name) for f in dataclasses.fields(how)} | {"seed": seed}
-        if params["logit_bias"] is not None:
-            params["logit_bias"] = dict(params["logit_bias"])
-        try:
-            return core.Sampler(self.model.n_vocab, **params)
-        except TypeError:  # of no number, or of one that fits no machine word
-            raise InvalidArgument(f"{how!r:.500} holds what is no number, or a number out of range") from None
-
     def _prefill(self, ids: Any, out: Any, all_logits: bool, progress: Progress | None) -> None:
         before, began = self.position, time.perf_counter()
         try:
             self._core.prefill(ids, out, all_logits, progress)
         finally:
             if not self.closed:
-                self.stats.prefill_tokens += self.position - before
-            self.stats.prefill_seconds += time.perf_counter() - began
+                self._prefill_tokens += self.position - before
+            self._prefill_seconds += time.perf_counter() - began
 
     def _decode(self, token: int, out: Any) -> None:
         began = time.perf_counter()
         self._core.decode(token, out)
-        self.stats.decode_tokens += 1
-        self.stats.decode_seconds += time.perf_counter() - began
+        self._count_decode(time.perf_counter() - began)
 
-    def _record(self, token: int, k: int) -> TokenLogprobs:
-        top = tuple(self._core.top_log_probabilities(k)) if k else ()
-        return TokenLogprobs(token, self._core.log_probability(token), top)
+    def _draw(self) -> tuple[int, core.Sampler]:
+        """A token from the logits, and the sampler as it is afterwards; for _stepped."""
+        return self._steps.draw(self._core, self._rewinds)
 
+    def _stepped(self, sampler: core.Sampler | None, seconds: float) -> None:
+        """A batch has fed the session a token, which ``sampler`` has drawn if it was not given."""
+        if sampler is not None:
+            self._steps.commit(sampler, self.position, self._rewinds)
+        self._count_decode(seconds)
 
-def _check_count(name: str, value: Any, otherwise: str) -> None:
-    if not isinstance(value, int) or not 1 <= value < 2**31:
-        raise InvalidArgument(f"{name} is {value!r:.40}; expected a positive number of tokens, {otherwise}")
+    def _count_decode(self, seconds: float) -> None:
+        self._decode_tokens += 1
+        self._decode_seconds += seconds

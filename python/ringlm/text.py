@@ -10,7 +10,9 @@ from ringlm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from ringlm.detokenizer import TokenStream
-    from ringlm.session import Generation, Sampling, Session, TokenLogprobs
+    from ringlm.generation import Generation
+    from ringlm.sampling import Sampling, TokenLogprobs
+    from ringlm.session import Session
     from ringlm.tokenizer import Tokenizer
 
 __all__ = ["Piece", "StopStrings", "TextGeneration", "generate_text", "stop_list"]
@@ -99,13 +101,15 @@ class TextGeneration:
         generation: Generation[int] | Generation[TokenLogprobs],
         stream: TokenStream,
         stops: Sequence[str],
+        keep_ids: bool = True,
     ) -> None:
         self._generation = generation
         self._stops = StopStrings(stops)
         self._stream = stream
         self._finish: str | None = None
-        #: All generated ids, without the one that ended the text.
+        #: All generated ids, without the one that ended the text; none if they are not to be kept.
         self.ids: list[int] = []
+        self._keep_ids = keep_ids
         self._pieces = self._run()
 
     @property
@@ -136,8 +140,9 @@ class TextGeneration:
     def _run(self) -> Generator[Piece, None, None]:
         start = 0
         for token in self._generation:
-            self.ids.append(token if isinstance(token, int) else token.id)
-            made = self._stream.push(self.ids[-1])
+            made = self._stream.push(number := token if isinstance(token, int) else token.id)
+            if self._keep_ids:
+                self.ids.append(number)
             piece = Piece(self._stops.push(made), [] if isinstance(token, int) else [token], start)
             start += len(made)
             if self._stops.found is not None:
@@ -164,12 +169,14 @@ def generate_text(
     continuation: bool = False,
     sampling: Sampling | None = None,
     progress: Callable[[int, int], None] | None = None,
+    keep_ids: bool = True,
 ) -> TextGeneration:
     """Generates text after ``tokens``, which are appended to what is in the session's cache.
 
     With ``logprobs`` each Piece lists its tokens with that many of the most probable ones (a pass over the
     vocabulary for each token). ``continuation``: the text goes on with the prompt's, as a completion does,
-    and does not begin one, as an answer in a chat does; see Tokenizer.stream.
+    and does not begin one, as an answer in a chat does; see Tokenizer.stream. Without ``keep_ids`` nothing
+    grows with the text, however long it becomes.
     """
     stops = stop_list(stop)
     # Of the overloads of `generate`, mypy needs one or the other.
@@ -180,4 +187,4 @@ def generate_text(
         generation = session.generate(
             tokens, max_tokens=max_tokens, logprobs=logprobs, sampling=sampling, progress=progress
         )
-    return TextGeneration(generation, tokenizer.stream(continuation=continuation), stops)
+    return TextGeneration(generation, tokenizer.stream(continuation=continuation), stops, keep_ids)

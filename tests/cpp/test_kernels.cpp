@@ -536,3 +536,19 @@ TEST_CASE("RoPE factors divide frequencies, and pairs turn as told") {
   const std::vector<float> halves = {-3, -2, 1, -4, 9};
   for (std::size_t i = 0; i < 5; ++i) CHECK(head[i] == doctest::Approx(halves[i]));
 }
+
+TEST_CASE("the rotation in vectors is the plain one, and its way back leads back") {
+  for_each_isa([](const Kernels& k) {
+    for (const std::int32_t d : {16, 32, 48, 64, 80, 96, 112, 128, 256, 320}) {
+      CAPTURE(d);
+      const kv::Rotation r = kv::make_rotation(d);
+      const std::vector<float> tables = cpu::rotation_tables(r), x = random_floats(size(d), 21);
+      std::vector<float> plain = x, found = x;
+      kv::rotate(r, plain.data());
+      k.rotate(r, tables.data(), found.data(), false);
+      for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(std::fabs(found[i] - plain[i]) < 1e-6f);
+      k.rotate(r, tables.data(), found.data(), true);
+      for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(std::fabs(found[i] - x[i]) < 1e-6f);
+    }
+  });
+}

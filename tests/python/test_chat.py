@@ -207,22 +207,26 @@ def test_a_cancel_that_came_too_late_is_not_for_the_next_turn() -> None:
 
 
 def test_a_conversation_that_does_not_fit() -> None:
-    chat, core = chat_with("one", "two", n_ctx=80)
+    chat, core = chat_with("one", "two", n_ctx=80, overflow="error")
     assert chat.ask("Hi") == "one"
     messages, tokens, evaluated = chat.messages, list(core.tokens), core.evaluated
     with pytest.raises(ContextOverflow, match="80"):
-        chat.ask("x" * 80)
+        chat.ask("x" * 40)
     assert (chat.messages, core.tokens, core.evaluated) == (messages, tokens, evaluated)
 
 
 def test_the_context_may_end_within_an_answer() -> None:
-    chat, core = chat_with("x", eog=False, n_ctx=70)
+    chat, core = chat_with("x", eog=False, n_ctx=70, overflow="error")
     answer = chat.ask("Hi")
     assert set(answer) == {"x"} and chat.finish_reason == "length" and core.position == 70
 
 
 def test_a_refused_conversation_and_bad_arguments() -> None:
-    chat, _ = chat_with("ok", source="{{ raise_exception('no') }}")
+    opened = len(ToySession.opened)
+    with pytest.raises(TemplateError, match="no"):  # to find out what is to be pinned
+        chat_with("ok", source="{{ raise_exception('no') }}")
+    assert len(ToySession.opened) == opened
+    chat, _ = chat_with("ok", source="{{ raise_exception('no') }}", overflow="error")
     with pytest.raises(TemplateError, match="no"):
         chat.ask("Hi")
     assert chat.messages == []

@@ -244,15 +244,16 @@ def test_chat_from_a_pipe(ringlm: Command, models: Models, tmp_path: Path) -> No
 
 
 def test_chat_overflow(ringlm: Command, models: Models) -> None:
-    long = "x" * 60
-    done = ringlm("chat", models.chain, "-c", "90", stdin=f"hello\n{long}\n/clear\n{long}\n".encode())
+    long, error = "x" * 60, ("--overflow", "error")
+    stdin = f"hello\n{long}\n/clear\n{long}\n".encode()
+    done = ringlm("chat", models.chain, "-c", "90", *error, stdin=stdin)
     assert done.code == 1  # something was not answered
     assert done.out == f"{ANSWER}\n\n{ANSWER}\n"
     errors = [line for line in done.err.splitlines() if line.startswith("ringlm: error:")]
     assert len(errors) == 1 and errors[0].endswith("; /clear begins a new conversation")
-    done = ringlm("chat", models.chain, "-c", "20", "-p", long)
+    done = ringlm("chat", models.chain, "-c", "20", *error, "-p", long)
     assert (done.code, done.out) == (1, "") and done.err.count("\n") == 1
-    done = ringlm("chat", models.endless, "-c", "50", "-p", "x")
+    done = ringlm("chat", models.endless, "-c", "50", *error, "-p", "x")
     assert done.code == 0 and done.out.startswith(LETTERS[:10])
     assert "the context of 50 tokens is full" in done.err and done.err.count("\n") == 1
 
@@ -343,9 +344,10 @@ def test_info_json(ringlm: Command, models: Models) -> None:
         "n_ctx_train": 256,
         "n_ctx_default": 256,
         "chat_templates": ["default"],
-        # layers, KV heads, K and V, elements, bytes
-        "kv_bytes_per_token": {"f16": 2 * 1 * 2 * 16 * 2, "f32": 2 * 1 * 2 * 16 * 4},
-        "kv_bytes": {"f16": 256 * 128, "f32": 256 * 256},
+        # layers, KV heads, K and V, elements, bytes; a scale of 2 bytes
+        "kv_bytes_per_token": {"f16": 2 * 2 * 16 * 2, "int8": 2 * 2 * (16 + 2), "f32": 2 * 2 * 16 * 4},
+        # slots: the context, and a chunk of 128 without its first token
+        "kv_bytes": {"f16": (256 + 127) * 128, "int8": (256 + 127) * 72, "f32": (256 + 127) * 256},
     }
     assert {key: record[key] for key in expected} == expected
     assert record["rope"]["base"] == 10000 and record["rope"]["dims"] == 16
@@ -360,7 +362,7 @@ def test_info_agrees_with_a_session(ringlm: Command, models: Models) -> None:
 
     record = json.loads(ringlm("info", models.endless, "--json").out)
     with Model(models.endless) as model:
-        for kv in ("f16", "f32"):
+        for kv in ("f16", "int8", "f32"):
             with model.session(kv=kv) as session:
                 assert session.n_ctx == record["n_ctx_default"] == 4096
                 assert session.kv_nbytes == record["kv_bytes"][kv]
@@ -373,7 +375,7 @@ def test_info_text(ringlm: Command, models: Models) -> None:
     )
     lines = {key.strip(): value for key, value in lines.items()}
     assert lines["heads"] == "2 query, 1 KV, group 2, 16 wide"
-    assert lines["K/V per token"] == "128 bytes in f16, 256 bytes in f32"
+    assert lines["K/V per token"] == "128 bytes in f16, 72 bytes in int8, 256 bytes in f32"
     assert lines["runs"] == "yes" and lines["template"] == "default"
     assert "\x1b" not in done.out and done.err == ""
 
@@ -421,7 +423,8 @@ def test_info_of_what_cannot_run(ringlm: Command, tmp_path: Path) -> None:
     record = json.loads(ringlm("info", path, "--json").out)
     assert record["supported"] is False and "'mystery' is not supported" in record["reason"]
     assert record["group"] == [2, 4, 1] and record["n_head_kv"] == [2, 1, 8]
-    assert record["kv_bytes_per_token"] == {"f16": 11 * 24 * 2, "f32": 11 * 24 * 4}
+    assert record["kv_bytes_per_token"] == {"f16": 11 * 24 * 2, "int8": 11 * (24 + 4), "f32": 11 * 24 * 4}
+    assert record["kv_bytes"]["int8"] == record["n_ctx_default"] * 11 * (24 + 4)
     assert record["rope"]["scaling"] == "yarn" and record["rope"]["factor"] == 4
     assert [(t["type"], t["elements"]) for t in record["quantization"]] == [("F16", 1024), ("F32", 128)]
     assert record["tokens"]["n_vocab"] == 2 and "'rwkv'" in record["tokens"]["reason"]

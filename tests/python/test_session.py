@@ -394,14 +394,14 @@ def test_cancel_waits_for_one_step(model: Any) -> None:
     for step in (lambda s: s.decode(TEXT[20]), lambda s: s.prefill(TEXT[20:21])):
         session = _core.Session(model)
         session.prefill(TEXT[:20])
+        before = last(session)
         session.cancel()
         session.cancel()
         with pytest.raises(errors.Cancelled) as caught:
             step(session)
         assert caught.value.consumed == 0
         assert (session.position, session.tokens) == (20, TEXT[:20].tolist())
-        with pytest.raises(errors.StateError, match="no logits"):
-            session.top_log_probabilities(1)
+        np.testing.assert_array_equal(last(session), before)
         step(session)
         np.testing.assert_array_equal(last(session), fresh(model, TEXT[:21]))
 
@@ -528,13 +528,13 @@ def test_a_step_that_failed_leaves_no_trace(tmp_path: Path, value: float) -> Non
     expected = fresh(model, text)
     session = _core.Session(model, chunk=16)
     session.prefill(text[:40])
+    before = last(session)
     with pytest.raises(errors.NumericError, match="embedding"):
         session.decode(95)
     with pytest.raises(errors.NumericError, match="embedding"):
         session.prefill([3, 4, 95, 5])
     assert (session.position, session.tokens) == (40, text[:40].tolist())
-    with pytest.raises(errors.StateError, match="no logits"):
-        session.sample(_core.Sampler(96))
+    np.testing.assert_array_equal(last(session), before)
     session.prefill(text[40:])
     np.testing.assert_array_equal(last(session), expected)
 
@@ -565,7 +565,8 @@ def test_closing(path: str) -> None:
         _ = model.config
     session.decode(TEXT[10])  # open sessions keep the model
     np.testing.assert_array_equal(last(session), fresh(_core.Model(path, 2, "cpu"), TEXT[:11]))
-    assert session.kv_nbytes == 2 * 2 * 200 * 16 * 2 * 2 and session.nbytes > session.kv_nbytes
+    slots = 200 + 128 - 1
+    assert session.kv_nbytes == 2 * 2 * slots * 16 * 2 * 2 and session.nbytes > session.kv_nbytes
     session.close()
     session.close()
     assert session.closed and session.nbytes == session.kv_nbytes == 0
@@ -740,7 +741,7 @@ def test_a_session_is_present_in_memory_from_the_start(folder: Path) -> None:
     before = resident()
     session = _core.Session(model, n_ctx=2**17)  # 32 MiB of keys and values
     grown = resident() - before
-    assert session.kv_nbytes == 2**17 * 256
+    assert session.kv_nbytes == (2**17 + 127) * 256
     assert grown > 0.97 * session.nbytes  # the rest may come from pages that the heap had already
     session.prefill(TEXT)
     assert resident() - before - grown < 2**20

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from ringlm.errors import Cancelled, ContextOverflow, InvalidArgument, StateError
 from ringlm.model import Model
-from ringlm.session import Sampling, Session, TokenLogprobs
+from ringlm.sampling import Sampling, TokenLogprobs
+from ringlm.session import Session
 from ringlm.text import StopStrings, generate_text, stop_list
 from toys import ToySampler, ToySession, ToyTokenizer, script_of, toy_core
 
@@ -254,6 +255,9 @@ def test_generated_text(model: Model) -> None:
     assert not any(p.tokens for p in pieces)  # nobody asked for log-probabilities
     listed = generate("Grüße 🙂 日本", logprobs=0)
     assert [t.id for p in list(listed) for t in p.tokens] == listed.ids == whole.ids
+
+    endless = generate("Grüße 🙂 日本", keep_ids=False)
+    assert "".join(p.text for p in endless) == "Grüße 🙂 日本" and endless.ids == []
 
     stopped = generate("one, two, three", stop=["twice", "two"])
     assert (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ringlm
-from ringlm.errors import Cancelled, ContextOverflow, StateError
+from ringlm.errors import Cancelled, ContextOverflow, Error, InvalidArgument, StateError
 
 SPECIAL = [
     *("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"),
@@ -150,8 +150,11 @@ class ToyStream:
 class ToyModel:
     """``script(ids) -> next id`` is the model: its logits are 0, and 10 at the next id."""
 
-    def __init__(self, path: str, n_threads: int = 0, backend: str = "cpu") -> None:
+    def __init__(
+        self, path: str, n_threads: int = 0, backend: str = "cpu", window: Sequence[int] = ()
+    ) -> None:
         self.path, self.n_threads, self.backend = path, n_threads or 2, backend
+        self.window = list(window)
         self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_train=256, rope_factor=1.0)
         self.nbytes = 1000
         self.closed = False
@@ -162,35 +165,74 @@ class ToyModel:
 
 
 class ToySession:
+    """A ring of ids: what was fed is known as long as its slot was not written again."""
+
     opened: list[ToySession] = []  # noqa: RUF012
 
     def __init__(
-        self, model: ToyModel, n_ctx: int = 0, kv_k: str = "f16", kv_v: str = "f16", chunk: int = 128
+        self,
+        model: ToyModel,
+        n_ctx: int = 0,
+        kv_k: str = "f16",
+        kv_v: str = "f16",
+        chunk: int = 128,
+        pinned: int = 0,
+        overflow: str = "error",
     ) -> None:
         self._model = model
         self.n_ctx, self.chunk, self.kv = n_ctx or 256, chunk, (kv_k, kv_v)
-        self.tokens: list[int] = []
+        self.pinned, self.overflow = pinned, overflow
+        self.slots = self.n_ctx + chunk - 1
+        self.history: list[int] = []  # all that was fed, and not taken back
+        self._rows = [-1] * self.slots  # the position whose row is there
         self.nbytes, self.kv_nbytes = 2000, 1000
         self.closed = False
         self.evaluated = 0  # tokens
         self._cancelled = False
         self._logits: np.ndarray | None = None
         self.fail: BaseException | None = None
+        self._trace: list[dict[str, Any]] | None = None
         ToySession.opened.append(self)
 
     @property
     def position(self) -> int:
-        return len(self.tokens)
+        return len(self.history)
+
+    @property
+    def visible(self) -> int:
+        return min(self.position, self.n_ctx)
+
+    @property
+    def evicted(self) -> int:
+        return self.position - self.visible
+
+    @property
+    def tokens(self) -> list[int]:
+        return [self.history[t] for t in self._seen(self.position) if self._there(t)]
+
+    @property
+    def kinds(self) -> list[dict[str, int]]:
+        return plan(self._model, self.n_ctx, chunk=self.chunk, pinned=self.pinned)["kinds"]
+
+    def _seen(self, p: int) -> list[int]:
+        """Positions that the token before ``p`` saw."""
+        return [t for t in range(p) if t < self.pinned or p - 1 - t < self.n_ctx - self.pinned]
+
+    def _slot(self, p: int) -> int:
+        return p if p < self.pinned else self.pinned + (p - self.pinned) % (self.slots - self.pinned)
+
+    def _there(self, t: int) -> bool:
+        return self._rows[self._slot(t)] == t
 
     def _row(self, upto: int) -> np.ndarray:
         row = np.zeros(self._model.config.n_vocab, np.float32)
-        row[self._model.script(self.tokens[:upto])] = 10
+        row[self._model.script(self.history[:upto])] = 10
         return row
 
     def _begin(self, n: int) -> None:
         if self.closed:
             raise StateError("the session is closed")
-        if self.position + n > self.n_ctx:
+        if self.overflow == "error" and self.position + n > self.n_ctx:
             raise ContextOverflow(f"{n} tokens after {self.position} of {self.n_ctx}")
         if self.fail is not None:
             raise self.fail
@@ -200,6 +242,18 @@ class ToySession:
             self._cancelled = False
             raise Cancelled("cancelled", consumed)
 
+    def _append(self, ids: list[int], kind: str) -> None:
+        if self._trace is not None:
+            self._trace.append(
+                {"kind": kind, "position": self.position, "n_tokens": len(ids), "visible": [self.visible]}
+                | {"slot": self._slot(self.position), "weight_bytes": 1000, "kv_bytes": 2048, "seconds": 0.5}
+                | {"operations": {"embed": 0.125, "attend": 0.25}, "allocations": 0}
+            )
+        for i in ids:
+            self._rows[self._slot(self.position)] = self.position
+            self.history.append(i)
+        self.evaluated += len(ids)
+
     def prefill(self, tokens: Any, out: Any, all_logits: bool, progress: Any) -> None:
         assert tokens.dtype == np.int32
         self._begin(len(tokens))
@@ -207,8 +261,7 @@ class ToySession:
         start = self.position
         for at in range(0, len(ids), self.chunk):
             self._check_cancel(at)
-            self.tokens += ids[at : at + self.chunk]
-            self.evaluated += len(ids[at : at + self.chunk])
+            self._append(ids[at : at + self.chunk], "prefill")
             if progress is not None:
                 progress(min(at + self.chunk, len(ids)), len(ids))
         self._logits = self._row(self.position)
@@ -220,14 +273,14 @@ class ToySession:
     def decode(self, token: int, out: Any) -> None:
         self._begin(1)
         self._check_cancel(0)
-        self.tokens.append(token)
-        self.evaluated += 1
+        self._append([token], "decode")
         self._logits = self._row(self.position)
         if out is not None:
             out[:] = self._logits
 
     def sample(self, sampler: ToySampler) -> int:
-        assert self._logits is not None
+        if self._logits is None:
+            raise StateError("there are no logits")
         return sampler.sample(self._logits)
 
     def log_probability(self, token: int) -> float:
@@ -242,14 +295,61 @@ class ToySession:
 
     def rewind(self, n: int) -> None:
         assert 0 <= n <= self.position
-        del self.tokens[self.position - n :]
-        self._logits = None
+        to = self.position - n
+        if not all(self._there(t) for t in self._seen(to + 1) if t < to):
+            raise InvalidArgument("rows are gone")
+        if n:
+            del self.history[self.position - n :]
+            self._logits = None
+
+    def reuse(self, tokens: Any) -> int:
+        ids, same = tokens.tolist()[:-1], 0
+        while same < min(len(ids), self.position) and self._there(same) and ids[same] == self.history[same]:
+            same += 1
+        self.rewind(self.position - same)
+        return same
+
+    def fork(self) -> ToySession:
+        twin = ToySession(self._model, self.n_ctx, *self.kv, self.chunk, self.pinned, self.overflow)
+        twin.history, twin._rows, twin._logits = list(self.history), list(self._rows), self._logits
+        return twin
+
+    def kv_rows(self, layer: int, head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        seen = np.array(self._seen(self.position), np.int64)
+        return seen, np.full((len(seen), 2), layer, np.float32), np.full((len(seen), 2), head, np.float32)
+
+    def start_trace(self, capacity: int) -> None:
+        self._trace = [] if capacity else None
+
+    def take_trace(self) -> list[dict[str, Any]]:
+        assert self._trace is not None
+        taken, self._trace = self._trace, []
+        return taken
 
     def cancel(self, wanted: bool = True) -> None:
         self._cancelled = wanted
 
     def close(self) -> None:
         self.closed = True
+
+
+def step(sessions: list[ToySession], tokens: list[int]) -> list[Exception | None]:
+    results: list[Exception | None] = []
+    for session, token in zip(sessions, tokens, strict=True):
+        try:
+            session.decode(token, None)
+            results.append(None)
+        except Error as e:
+            results.append(e)
+    return results
+
+
+def plan(model: ToyModel, n_ctx: int = 0, chunk: int = 128, pinned: int = 0, **_: Any) -> dict[str, Any]:
+    n_ctx = n_ctx or 256
+    window = (model.window or [0])[0]
+    kind = {"window": window, "n_layer": 2, "capacity": (window or n_ctx) + chunk - 1}
+    kind |= {"visible": window or n_ctx, "pinned": 0 if window else pinned, "nbytes": 3 << 20}
+    return {"n_ctx": n_ctx, "kinds": [kind]}
 
 
 class ToySampler:
@@ -267,6 +367,11 @@ class ToySampler:
 
     def accept(self, ids: list[int]) -> None:
         self.window += ids
+
+    def copy(self) -> ToySampler:
+        twin = ToySampler(self.n_vocab, **self.params)
+        twin.window = list(self.window)
+        return twin
 
 
 def script_of(*texts: str, tokenizer: ToyTokenizer, eog: bool = True) -> Callable[[list[int]], int]:
@@ -293,6 +398,7 @@ def toy_core(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """Puts the toy in the place of ``ringlm._core`` and ``ringlm.tokenizer``."""
     core = types.ModuleType("ringlm._core")
     vars(core).update(Model=ToyModel, Session=ToySession, Sampler=ToySampler, GGUF=lambda path: {})
+    vars(core).update(step=step, plan=plan)
     monkeypatch.setitem(sys.modules, "ringlm._core", core)
     monkeypatch.setattr(ringlm, "_core", core, raising=False)
     tokenizer = types.ModuleType("ringlm.tokenizer")

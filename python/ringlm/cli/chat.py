@@ -42,7 +42,7 @@ def chat_command(
         typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and leave; -: all of stdin."),
     ] = None,
     max_tokens: opt.MaxTokens = None,
-    temp: opt.Temperature = opt.DEFAULTS.temperature,
+    temp: opt.Temperature = None,
     top_k: opt.TopK = opt.DEFAULTS.top_k,
     top_p: opt.TopP = opt.DEFAULTS.top_p,
     min_p: opt.MinP = opt.DEFAULTS.min_p,
@@ -56,6 +56,9 @@ def chat_command(
     n_ctx: opt.Context = None,
     threads: opt.Threads = None,
     kv: opt.Kv = "f16",
+    pinned: opt.PinnedSystem = None,
+    overflow: opt.Overflow = "slide",
+    window: opt.Window = None,
     chunk: opt.Chunk = 128,
     backend: opt.Backend = "cpu",
     verbose: opt.Verbose = False,
@@ -63,22 +66,20 @@ def chat_command(
     """Chat with a model.
 
     In a terminal, /help lists the commands. From a pipe or a file each line is one message of the same
-    conversation; -p - takes all of it as one."""
-    from ringlm.session import Sampling
-
+    conversation; -p - takes all of it as one. When the context is full, the oldest turns are forgotten."""
     text = opt.read_text(None).removesuffix("\n") if prompt == "-" else prompt
-    sampling = Sampling(
-        temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed
-    )
+    sampling = opt.sampling(name, temp, top_k, top_p, min_p, repeat_penalty, seed)
     with (
         opt.plain_warnings(),
-        opt.opened(name, threads, backend) as model,
+        opt.opened(name, threads, backend, window) as model,
         model.chat(
             system,
             template,
             n_ctx=n_ctx,
             kv=opt.kv_types(kv),
             chunk=chunk,
+            pinned=pinned,
+            overflow=overflow,
             stop=stop,
             max_tokens=max_tokens,
             sampling=sampling,
@@ -103,6 +104,7 @@ class Conversation:
         self._chat = chat
         self._verbose = verbose
         self._before = ""  # what stands between two answers
+        self._told = False  # that older turns are being forgotten
 
     def interact(self) -> None:
         """Asks for messages until the user leaves. Raises KeyboardInterrupt when Ctrl-C was how."""
@@ -196,9 +198,22 @@ class Conversation:
 
     def _notes(self) -> None:
         chat, usage = self._chat, self._chat.last_usage
-        if chat.finish_reason == "length" and chat.session.position >= chat.session.n_ctx - 1:
+        session, stats = chat.session, chat.session.stats
+        if (
+            chat.finish_reason == "length"
+            and session.overflow == "error"
+            and stats.position >= session.n_ctx - 1
+        ):
             _note(
-                f"the answer was cut: the context of {chat.session.n_ctx} tokens is full. "
+                f"the answer was cut: the context of {session.n_ctx} tokens is full. "
+                "/clear begins anew, -c gives more"
+            )
+        elif chat.finish_reason == "length" and chat.max_tokens is None and usage is not None:
+            _note(f"the answer was cut after {usage.completion_tokens} tokens; -n sets another limit")
+        if chat.forgetful and not self._told:
+            self._told = True
+            _note(
+                f"the context of {session.n_ctx} tokens is full: older turns are being forgotten. "
                 "/clear begins anew, -c gives more"
             )
         if self._verbose and usage is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringlm.session import Sampling
+from ringlm.sampling import Sampling
 
 from .progress import PullView
 
@@ -35,7 +35,14 @@ MaxTokens = Annotated[
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option("--temp", metavar="X", min=0.0, help="Temperature; 0 takes the most probable token.")
+    float | None,
+    typer.Option(
+        "--temp",
+        metavar="X",
+        min=0.0,
+        help="Temperature; 0 takes the most probable token.",
+        show_default=f"what suits the model, or {DEFAULTS.temperature}",
+    ),
 ]
 TopK = Annotated[
     int, typer.Option("--top-k", metavar="K", min=0, help="Draw from the K most probable; 0: all.")
@@ -80,7 +87,33 @@ Threads = Annotated[
     int | None,
     typer.Option("-t", "--threads", metavar="N", min=1, help="CPU threads.", show_default="all cores"),
 ]
-Kv = Annotated[str, typer.Option("--kv", metavar="TYPE", help="K/V cache: f16 or f32, or K,V as in f32,f16.")]
+Kv = Annotated[
+    str, typer.Option("--kv", metavar="TYPE", help="K/V cache: f16, int8 or f32, or K,V as in int8,f16.")
+]
+Overflow = Annotated[
+    str,
+    typer.Option(
+        "--overflow",
+        metavar="HOW",
+        help="When the context is full: error, or slide: the oldest tokens leave it.",
+    ),
+]
+_PINNED = "How many of the first tokens never leave the context."
+Pinned = Annotated[int, typer.Option("--pinned", metavar="N", min=0, help=_PINNED)]
+PinnedSystem = Annotated[
+    int | None,
+    typer.Option("--pinned", metavar="N", min=0, help=_PINNED, show_default="the system message"),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window",
+        metavar="N",
+        min=0,
+        help="Every layer sees only the last N tokens; 0: all of them.",
+        show_default="as the file says",
+    ),
+]
 Chunk = Annotated[int, typer.Option("--chunk", metavar="N", min=1, help="Prompt tokens evaluated together.")]
 Backend = Annotated[
     str, typer.Option("--backend", metavar="NAME", help="cpu, or reference: plain and slow, for comparison.")
@@ -95,15 +128,40 @@ def kv_types(text: str) -> str | tuple[str, str]:
     return (k, v) if comma else k
 
 
+def sampling(
+    name: str,
+    temp: float | None,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repeat_penalty: float,
+    seed: int | None,
+) -> Sampling:
+    """What the options say; without --temp the registry's temperature for that model, if it has one."""
+    if temp is None and not Path(name).expanduser().is_file():
+        from ringlm import hub
+
+        info = hub.Registry.load().entries.get(name)
+        temp = None if info is None else info.temperature
+    return Sampling(
+        temperature=DEFAULTS.temperature if temp is None else temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repeat_penalty,
+        seed=seed,
+    )
+
+
 @contextmanager
-def opened(name: str, threads: int | None, backend: str) -> Iterator[Model]:
+def opened(name: str, threads: int | None, backend: str, window: int | None = None) -> Iterator[Model]:
     """The model that ``name`` means, downloaded with a view of the progress if need be."""
     from ringlm import hub
     from ringlm.model import Model
 
     with PullView() as progress:
         path = hub.resolve(name, progress=progress)
-    with Model(path, n_threads=threads, backend=backend) as model:
+    with Model(path, n_threads=threads, backend=backend, window=window) as model:
         yield model
 
 

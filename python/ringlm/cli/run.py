@@ -25,7 +25,7 @@ def run_command(
         typer.Option("-p", "--prompt", metavar="TEXT", help="Text to continue; -, or none: read stdin."),
     ] = None,
     max_tokens: opt.MaxTokens = None,
-    temp: opt.Temperature = opt.DEFAULTS.temperature,
+    temp: opt.Temperature = None,
     top_k: opt.TopK = opt.DEFAULTS.top_k,
     top_p: opt.TopP = opt.DEFAULTS.top_p,
     min_p: opt.MinP = opt.DEFAULTS.min_p,
@@ -35,6 +35,9 @@ def run_command(
     n_ctx: opt.Context = None,
     threads: opt.Threads = None,
     kv: opt.Kv = "f16",
+    pinned: opt.Pinned = 0,
+    overflow: opt.Overflow = "error",
+    window: opt.Window = None,
     chunk: opt.Chunk = 128,
     backend: opt.Backend = "cpu",
     as_json: opt.Json = False,
@@ -42,21 +45,19 @@ def run_command(
 ) -> None:
     """Continue a text. No chat template is applied: the model sees the prompt as it is.
 
-    Of a prompt from stdin one newline at the end is dropped. Ctrl-C stops."""
+    Of a prompt from stdin one newline at the end is dropped. Ctrl-C stops. With --overflow slide only -n,
+    --stop or the model's own end do, and memory does not grow."""
     from ringlm.errors import InvalidArgument
-    from ringlm.session import Sampling
     from ringlm.text import generate_text
 
     text = _prompt(prompt)
-    sampling = Sampling(
-        temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed
-    )
+    sampling = opt.sampling(name, temp, top_k, top_p, min_p, repeat_penalty, seed)
     began = time.perf_counter()
-    with opt.opened(name, threads, backend) as model:
+    with opt.opened(name, threads, backend, window) as model:
         ids = model.tokenizer.encode(text)
         if not ids:
             raise InvalidArgument("the prompt is empty, and the model has no BOS token to begin with")
-        with model.session(n_ctx, opt.kv_types(kv), chunk) as session:
+        with model.session(n_ctx, opt.kv_types(kv), chunk, pinned=pinned, overflow=overflow) as session:
             if verbose:
                 _say(f"{model.path}, opened in {time.perf_counter() - began:.2f} s")
                 _say(
@@ -71,6 +72,7 @@ def run_command(
                 max_tokens=max_tokens,
                 continuation=True,
                 sampling=sampling,
+                keep_ids=as_json,
             )
             answer = _generate(pieces, echo=not as_json)
             stats = session.stats
@@ -92,13 +94,15 @@ def run_command(
 
 
 def _generate(pieces: TextGeneration, echo: bool) -> str:
-    """The whole text, written to stdout as it comes, and a newline at its end. Exit code 130 on Ctrl-C."""
+    """Writes the text to stdout as it comes, and a newline at its end; or returns it. Exit code 130 on
+    Ctrl-C."""
     answer = ""
     try:
         for piece in pieces:
-            answer += piece.text
             if echo:
                 opt.write(piece.text)
+            else:
+                answer += piece.text
     except KeyboardInterrupt:
         if echo:
             opt.write("\n")
@@ -128,4 +132,8 @@ def _say_timings(session: Session, pieces: TextGeneration) -> None:
     ):
         rate = f", {n / seconds:.1f} tokens/s" if n and seconds else ""
         _say(f"{what}: {n} tokens in {seconds:.2f} s{rate}")
+    _say(
+        f"context: {stats.visible} of {session.n_ctx} tokens visible, {session.pinned} pinned, "
+        f"{stats.evicted} evicted; {stats.slots} slots"
+    )
     _say(f"seed {pieces.generation.seed}, finished by {pieces.finish_reason}")

@@ -66,7 +66,8 @@ class HfFile:
 @dataclass(frozen=True)
 class ModelInfo:
     """A model and where it comes from. ``size`` (bytes) and ``sha256`` of the GGUF file may be None for
-    a file on Hugging Face that was not pulled yet."""
+    a file on Hugging Face that was not pulled yet. ``temperature`` is what its makers recommend, if they
+    do: the default of the command line."""
 
     name: str
     source: tuple[WheelPart, ...] | HfFile
@@ -75,6 +76,7 @@ class ModelInfo:
     sha256: str | None = None
     licence: str = ""
     description: str = ""
+    temperature: float | None = None
 
     @property
     def location(self) -> PurePosixPath:
@@ -171,7 +173,8 @@ def _parse_entry(name: str, table: Any, origin: str) -> ModelInfo:
     else:
         raise InvalidArgument(f"{where}: source is {table.get('source')!r}, expected 'wheel' or 'hf'")
     licence, description = _text(table, "licence", where), _text(table, "description", where)
-    return ModelInfo(name, source, file, size, sha256, licence, description)
+    temperature = _temperature(table, where)
+    return ModelInfo(name, source, file, size, sha256, licence, description, temperature)
 
 
 def _parse_parts(table: dict[str, Any], size: int, sha256: str, where: str) -> tuple[WheelPart, ...]:
@@ -215,6 +218,15 @@ def _size(table: dict[str, Any], key: str, where: str) -> int:
     value = table.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise InvalidArgument(f"{where}: {key} is {value!r}, expected a number of bytes above 0")
+    return value
+
+
+def _temperature(table: dict[str, Any], where: str) -> float | None:
+    value = table.get("temperature")
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0
+    ):
+        raise InvalidArgument(f"{where}: temperature is {value!r}, expected a number of at least 0")
     return value
 
 
