@@ -40,6 +40,19 @@ kv::Ring Session::Impl::ring(std::int32_t layer) const {
   return layer < model->config().n_layer ? memory.cache.ring(layer) : text_ring();
 }
 
+std::int32_t Session::Impl::widest() const {
+  std::int32_t best = 0;
+  for (std::int32_t i = 1; i < model->config().n_layer; ++i) {
+    if (ring(i).visible > ring(best).visible) best = i;
+  }
+  return best;
+}
+
+std::int64_t Session::Impl::oldest_seen(std::int32_t layer) const {
+  const std::int64_t p = position;
+  return std::min(p, std::max(ring(layer).oldest(p - 1), memory.held_from[size(layer)]));
+}
+
 void Session::Impl::acquire(bool closed_too) {
   model->parts().check_process();
   if (busy.exchange(true, std::memory_order_acquire)) {
@@ -75,6 +88,7 @@ void Session::Impl::check_tokens(std::span<const std::int32_t> tokens) const {
 // might.
 void Session::Impl::begin(std::size_t n_tokens) {
   const std::int64_t end = position + static_cast<std::int64_t>(n_tokens);
+  const std::lock_guard lock(text);
   for (std::int32_t i = 0; i <= model->config().n_layer; ++i) {
     const kv::Ring r = ring(i);
     std::int64_t& from = memory.held_from[size(i)];
@@ -306,35 +320,35 @@ void Session::close() {
 bool Session::closed() const noexcept { return impl_->closed; }
 std::int64_t Session::position() const noexcept { return impl_->position; }
 
-std::int64_t Session::visible() const noexcept {
-  std::int64_t most = 0;
-  for (const std::int32_t w : impl_->model->config().windows) {
-    most = std::max(most, kv::make_ring(w, n_ctx(), pinned(), chunk()).visible);
-  }
-  return std::min(position(), most);
-}
-
-std::int64_t Session::slots() const noexcept {
-  std::int64_t most = 0;
-  for (const std::int32_t w : impl_->model->config().windows) {
-    most = std::max(most, kv::make_ring(w, n_ctx(), pinned(), chunk()).capacity);
-  }
-  return most;
+std::int64_t Session::visible() const {
+  const Impl& s = *impl_;
+  s.model->parts().check_process();  // another thread may have held the mutex when the process forked
+  const std::lock_guard lock(s.text);
+  if (s.closed) return 0;
+  const std::int32_t layer = s.widest();
+  return std::min<std::int64_t>(s.ring(layer).pinned, s.position) + s.position - s.oldest_seen(layer);
 }
 
 std::vector<std::int32_t> Session::tokens() const {
   const Impl& s = *impl_;
-  s.model->parts().check_process();  // another thread may have held the mutex when the process forked
+  s.model->parts().check_process();
   const std::lock_guard lock(s.text);
   std::vector<std::int32_t> ids;
   if (s.closed) return ids;
-  const kv::Ring ring = s.text_ring();
-  const std::int64_t p = s.position;
-  for (std::int64_t t = 0; t < std::min(ring.pinned, p); ++t) ids.push_back(s.memory.ids[size(t)]);
-  for (std::int64_t t = std::max(ring.oldest(p - 1), s.memory.held_from.back()); t < p; ++t) {
-    ids.push_back(s.memory.ids[size(ring.slot(t))]);
-  }
+  const std::int32_t layer = s.widest();
+  const kv::Ring text = s.text_ring();
+  const auto add = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t t = begin; t < end; ++t) ids.push_back(s.memory.ids[size(text.slot(t))]);
+  };
+  add(0, std::min<std::int64_t>(s.ring(layer).pinned, s.position));
+  add(s.oldest_seen(layer), s.position);
   return ids;
+}
+
+std::int64_t Session::slots() const {
+  std::int64_t most = 0;
+  for (const LayerKind& kind : plan().kinds) most = std::max(most, kind.capacity);
+  return most;
 }
 
 SessionPlan Session::plan() const { return plan_session(*impl_->model, impl_->options); }

@@ -200,9 +200,7 @@ KvRows Session::kv_rows(std::int32_t layer, std::int32_t head) const {
   const std::int64_t p = s.position, length = cache.layout().epoch();
   KvRows rows;
   for (std::int64_t t = 0; t < std::min(ring.pinned, p); ++t) rows.positions.push_back(t);
-  for (std::int64_t t = std::max(ring.oldest(p - 1), s.memory.held_from[size(layer)]); t < p; ++t) {
-    rows.positions.push_back(t);
-  }
+  for (std::int64_t t = s.oldest_seen(layer); t < p; ++t) rows.positions.push_back(t);
 
   const std::size_t d = size(c.head_dim);
   rows.k.resize(rows.positions.size() * d);

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -17,6 +18,8 @@
 
 namespace ringlm::host {
 namespace {
+
+std::atomic<std::size_t> mapped{0};
 
 std::optional<std::uint64_t> mem_available() {
   std::ifstream in("/proc/meminfo");
@@ -49,6 +52,8 @@ std::string format_bytes(std::size_t n) {
   return text;
 }
 
+std::size_t mapped_bytes() { return mapped; }
+
 Region::Region(std::size_t bytes, const std::string& what) {
   if (bytes == 0) return;
   void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
@@ -57,10 +62,13 @@ Region::Region(std::size_t bytes, const std::string& what) {
                       std::generic_category().message(errno));
   }
   bytes_ = {static_cast<std::byte*>(p), bytes};
+  mapped += bytes;
 }
 
 Region::~Region() {
-  if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
+  if (bytes_.empty()) return;
+  ::munmap(bytes_.data(), bytes_.size());
+  mapped -= bytes_.size();
 }
 
 Region::Region(Region&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}

@@ -15,6 +15,9 @@ std::size_t available_memory();
 // "1.50 GiB", "12.0 MiB", "640 bytes".
 std::string format_bytes(std::size_t n);
 
+// Bytes of all regions that there are now.
+std::size_t mapped_bytes();
+
 // A zeroed, page-aligned anonymous mapping, every page of it present.
 class Region {
  public:

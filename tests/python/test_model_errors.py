@@ -89,7 +89,9 @@ def test_keys_with_defaults(tmp_path: Path) -> None:
     assert open_with(tmp_path, off).config.rope_factor == 1.0
     neutral: Keys = {"llama.expert_count": ("uint32", 0), "llama.attention.sliding_window": ("uint32", 0)}
     neutral |= {"llama.attention.causal": ("bool", True), "llama.attention.scale": ("float32", 0.0)}
-    open_with(tmp_path, neutral)
+    assert open_with(tmp_path, neutral).config.windows == [0, 0]
+    window: Keys = {"llama.attention.sliding_window": ("uint32", 4096)}
+    assert open_with(tmp_path, window).config.windows == [4096, 4096]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,14 @@ def test_missing_keys(tmp_path: Path, key: str) -> None:
         ("rope.scaling.type", "string", "yarn", "UnsupportedModelError", "scaling.type' is 'yarn'"),
         ("rope.scaling.type", "string", "longrope", "UnsupportedModelError", "scaling.type' is 'longrope'"),
         ("expert_count", "uint32", 8, "UnsupportedModelError", "expert_count' is 8"),
-        ("attention.sliding_window", "uint32", 4096, "UnsupportedModelError", "sliding_window' is 4096"),
+        (
+            "attention.sliding_window_pattern",
+            "array",
+            [1, 0],
+            "UnsupportedModelError",
+            "sliding_window_pattern' is set",
+        ),
+        ("attention.sliding_window", "uint32", 2**31, "FileFormatError", "sliding_window' is 2147483648"),
         ("attention.causal", "bool", False, "UnsupportedModelError", "causal' is false"),
         ("attention.scale", "float32", 0.5, "UnsupportedModelError", "attention.scale' is 0.5"),
         ("attn_logit_softcapping", "float32", 50.0, "UnsupportedModelError", "attn_logit_softcapping' is 50"),
