@@ -123,7 +123,7 @@ def test_the_registrys_temperature(
         ("cold", None, 0),
         ("cold", 0.7, 0.7),
         ("gemma-3-270m", None, 0.8),
-        ("smollm2-135m", None, 0.2),
+        ("smollm2-135m", None, 0.0),
         (models.chain, None, 0.8),
         ("hf:a/b/m.gguf", None, 0.8),
         ("no-such-model", None, 0.8),

