@@ -21,6 +21,9 @@ Session::Impl::Impl(std::shared_ptr<const Model> m, const SessionOptions& o)
   nbytes = memory.region.bytes().size() + SessionMemory::object_bytes();
   kv_bytes = memory.cache.bytes().size();
   for (std::int32_t i = 0; i <= model->config().n_layer; ++i) memory.held_from[size(i)] = ring(i).pinned;
+  for (std::int32_t i = 1; i < model->config().n_layer; ++i) {
+    if (ring(i).visible > ring(widest).visible) widest = i;
+  }
 }
 
 void Session::Impl::poll() {
@@ -37,15 +40,7 @@ void Session::Impl::hear() {
 }
 
 kv::Ring Session::Impl::ring(std::int32_t layer) const {
-  return layer < model->config().n_layer ? memory.cache.ring(layer) : text_ring();
-}
-
-std::int32_t Session::Impl::widest() const {
-  std::int32_t best = 0;
-  for (std::int32_t i = 1; i < model->config().n_layer; ++i) {
-    if (ring(i).visible > ring(best).visible) best = i;
-  }
-  return best;
+  return layer < model->config().n_layer ? kv_layout(model->config(), options).ring(layer) : text_ring();
 }
 
 std::int64_t Session::Impl::oldest_seen(std::int32_t layer) const {
@@ -320,37 +315,26 @@ void Session::close() {
 bool Session::closed() const noexcept { return impl_->closed; }
 std::int64_t Session::position() const noexcept { return impl_->position; }
 
-std::int64_t Session::visible() const {
-  const Impl& s = *impl_;
-  s.model->parts().check_process();  // another thread may have held the mutex when the process forked
-  const std::lock_guard lock(s.text);
-  if (s.closed) return 0;
-  const std::int32_t layer = s.widest();
-  return std::min<std::int64_t>(s.ring(layer).pinned, s.position) + s.position - s.oldest_seen(layer);
+std::int64_t Session::visible() const noexcept {
+  return std::min(position(), impl_->ring(impl_->widest).visible);
 }
 
 std::vector<std::int32_t> Session::tokens() const {
   const Impl& s = *impl_;
-  s.model->parts().check_process();
+  s.model->parts().check_process();  // another thread may have held the mutex when the process forked
   const std::lock_guard lock(s.text);
   std::vector<std::int32_t> ids;
   if (s.closed) return ids;
-  const std::int32_t layer = s.widest();
   const kv::Ring text = s.text_ring();
   const auto add = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) ids.push_back(s.memory.ids[size(text.slot(t))]);
   };
-  add(0, std::min<std::int64_t>(s.ring(layer).pinned, s.position));
-  add(s.oldest_seen(layer), s.position);
+  add(0, std::min<std::int64_t>(s.ring(s.widest).pinned, s.position));
+  add(s.oldest_seen(s.widest), s.position);
   return ids;
 }
 
-std::int64_t Session::slots() const {
-  std::int64_t most = 0;
-  for (const LayerKind& kind : plan().kinds) most = std::max(most, kind.capacity);
-  return most;
-}
-
+std::int64_t Session::slots() const noexcept { return impl_->ring(impl_->widest).capacity; }
 SessionPlan Session::plan() const { return plan_session(*impl_->model, impl_->options); }
 std::int64_t Session::n_ctx() const noexcept { return impl_->options.n_ctx; }
 std::int32_t Session::chunk() const noexcept { return impl_->options.chunk; }

@@ -26,6 +26,7 @@ struct Session::Impl {
   SessionMemory memory;  // close() gives it back
   std::size_t nbytes = 0;
   std::size_t kv_bytes = 0;
+  std::int32_t widest = 0;  // the first layer whose queries see most
   // Position, ids and held_from change under the mutex, so that tokens() may read them at any time.
   mutable std::mutex text;
   std::atomic<std::int64_t> position{0};
@@ -44,8 +45,6 @@ struct Session::Impl {
   kv::Ring text_ring() const { return kv::make_ring(0, options.n_ctx, options.pinned, options.chunk); }
   // The ring of a layer, or the text's own behind the last one.
   kv::Ring ring(std::int32_t layer) const;
-  // The first layer whose queries see most.
-  std::int32_t widest() const;
   // The moving positions that the last token saw and that are still there begin here, at `position` at the
   // latest.
   std::int64_t oldest_seen(std::int32_t layer) const;

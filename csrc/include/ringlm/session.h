@@ -147,9 +147,9 @@ class Session {
   bool closed() const noexcept;
 
   std::int64_t position() const noexcept;    // tokens fed so far
-  std::int64_t visible() const;              // tokens that the last one saw, in the layers that see most
-  std::vector<std::int32_t> tokens() const;  // their ids: the pinned ones, then the others
-  std::int64_t slots() const;                // rows per KV head of these layers
+  std::int64_t visible() const noexcept;     // tokens that the last one saw, in the layers that see most
+  std::vector<std::int32_t> tokens() const;  // ids of those still there: the pinned ones, then the others
+  std::int64_t slots() const noexcept;       // rows per KV head of these layers
   SessionPlan plan() const;                  // what it took when it opened
   std::int64_t n_ctx() const noexcept;
   std::int32_t chunk() const noexcept;
