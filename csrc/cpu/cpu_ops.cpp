@@ -241,8 +241,8 @@ class CpuOps final : public Ops {
     const kv::Cache& cache = *s.rows[m].kv;
     const kv::Tiles tiles(cache.ring(layer), s.rows[m].position);
     const std::size_t states = size(tiles.count()) * size(c.n_head);  // [tiles, n_head]
-    auto* parts = reinterpret_cast<Partial*>(s.a.tiles.data());
-    float* sums = s.a.tiles.data() + states * sizeof(Partial) / sizeof(float);
+    auto* parts = reinterpret_cast<Partial*>(s.rows[m].tiles);
+    float* sums = s.rows[m].tiles + states * sizeof(Partial) / sizeof(float);
     team_.run([&](int thread) {
       for (std::int64_t i = thread; i < tiles.count() * c.n_head_kv; i += team_.size()) {
         const std::int64_t tile = i / c.n_head_kv;

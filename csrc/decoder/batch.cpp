@@ -35,7 +35,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
   std::vector<std::exception_ptr> errors(n);
   std::vector<std::unique_ptr<Session::Impl::Use>> uses(n);
   std::vector<std::size_t> ready;
-  Session::Impl* host = nullptr;  // the one whose buffers suit all
+  Session::Impl* host = nullptr;  // the one whose buffers take the most rows
   for (std::size_t i = 0; i < n; ++i) {
     Session::Impl& s = *sessions[i]->impl_;
     try {
@@ -43,7 +43,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
       s.check_tokens(tokens.subspan(i, 1));
       s.hear();
       ready.push_back(i);
-      if (!host || s.memory.a.tiles.size() > host->memory.a.tiles.size()) host = &s;
+      if (!host || s.options.chunk > host->options.chunk) host = &s;
     } catch (...) {
       s.cancelled = false;
       errors[i] = std::current_exception();
@@ -57,7 +57,8 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
     const Trace* traced = nullptr;
     for (std::size_t m = 0; m < M; ++m) {
       Session::Impl& s = *sessions[group[m]]->impl_;
-      rows[m] = {tokens[group[m]], s.position, &s.memory.cache, s.spare_logits().data()};
+      rows[m] = {tokens[group[m]], s.position, &s.memory.cache, s.spare_logits().data(),
+                 s.memory.tiles.data()};
       s.begin(1);
       if (s.trace.on()) traced = &s.trace;
     }

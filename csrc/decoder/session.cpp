@@ -117,7 +117,8 @@ void Session::Impl::step(Kind kind, std::span<const std::int32_t> tokens, std::s
   for (std::size_t i = 0; i < rows.size(); ++i) {
     float* logits = !all.empty() ? all.data() + i * n_vocab : nullptr;
     if (all.empty() && last && i + 1 == rows.size()) logits = spare_logits().data();
-    rows[i] = {tokens[i], position + static_cast<std::int64_t>(i), &memory.cache, logits};
+    rows[i] = {tokens[i], position + static_cast<std::int64_t>(i), &memory.cache, logits,
+               memory.tiles.data()};
   }
 
   begin(tokens.size());
@@ -262,7 +263,7 @@ void Session::rewind(std::int64_t n) {
         "that the text back there sees some are gone. Rewind by at most " +
         std::to_string(most) + ", or to the beginning (by " + std::to_string(p) + ")" +
         (s.options.pinned > 0 && s.can_go_to(s.options.pinned)
-             ? ", or to the end of the pinned tokens (by " + std::to_string(p - s.options.pinned) + ")"
+             ? ", or to the pinned tokens (by at least " + std::to_string(p - s.options.pinned) + ")"
              : ""));
   }
   s.go_to(p - n);

@@ -65,7 +65,7 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c,
   std::int64_t tiles = 0;
   for (std::int32_t layer = 0; layer < c.n_layer; ++layer)
     tiles = std::max(tiles, kv::Tiles::most(layout.ring(layer)));
-  a.tiles = carver.take<float>(ops.tile_floats(c, tiles));
+  m.tiles = carver.take<float>(ops.tile_floats(c, tiles));
   plan.scratch_bytes = since();
 
   const auto layers = carver.take<kv::Cache::Layer>(size(c.n_layer));

@@ -23,6 +23,7 @@ struct Row {
   std::int64_t position;
   const kv::Cache* kv;
   float* logits;  // [n_vocab], or null where nobody asks
+  float* tiles;   // backend scratch of attend: [Ops::tile_floats] of the row's session
 };
 
 // Which epochs a query can meet, for the tables and offsets below.
@@ -38,7 +39,6 @@ struct Activations {
   std::span<float> att;     // [M, n_head, head_dim]   attention output
   std::span<float> gate;    // [M, n_ff]               gate, then activation(gate) * up
   std::span<float> up;      // [M, n_ff]
-  std::span<float> tiles;   // backend scratch of attend: [Ops::tile_floats]
   std::span<float*> heads;  // [M] backend scratch of norm_head
   // The second query, which scores the pinned rows: turned to min(position, n_ctx - 1) instead, so that the
   // pinned rows stand directly before the oldest moving one (attention sinks, arXiv:2309.17453).
@@ -62,7 +62,7 @@ class Ops {
   virtual const char* name() const = 0;  // "reference", or the instruction set
   virtual int n_threads() const = 0;
 
-  // Floats that attend() needs in Activations::tiles when a query sees up to `tiles` tiles.
+  // Floats that attend() needs in Row::tiles when a query sees up to `tiles` tiles.
   virtual std::size_t tile_floats(const Config& config, std::int64_t tiles) const = 0;
 
   // Bytes of scratch that all sessions of the model share.

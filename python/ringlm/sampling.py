@@ -72,31 +72,43 @@ def new_sampler(n_vocab: int, how: Sampling) -> tuple[core.Sampler, int]:
 class StepSampler:
     """The sampler of a session that is stepped from outside, by Model.step.
 
-    It begins with the first draw and anew after the session went back (rewind, reuse). Tokens that were fed
-    in other ways between two draws enter its penalty window. A draw counts when it is committed.
+    It begins with the first draw and anew after the session went back (rewind, reuse), then with another seed
+    unless one is given. Tokens that were fed in other ways between two draws enter its penalty window. A draw
+    counts when it is committed.
     """
 
     def __init__(self, n_vocab: int, how: Sampling) -> None:
         self._n_vocab, self.how = n_vocab, how
         self._sampler: core.Sampler | None = None
+        self._next_seed = self._new_seed()  # of the next beginning; a copy begins with the same
         self._position = self._rewinds = 0  # of the session, as the sampler knows it
 
     def draw(self, native: core.Session, rewinds: int) -> tuple[int, core.Sampler]:
         """A token, and the sampler as it is afterwards: what to commit."""
         window, position = self.how.penalty_window, native.position
-        if self._sampler is None or rewinds != self._rewinds:
-            sampler, missed = new_sampler(self._n_vocab, self.how)[0], position
+        if self._begins(rewinds):
+            sampler, missed = new_sampler(self._n_vocab, self.how.replace(seed=self._next_seed))[0], position
         else:
+            assert self._sampler is not None
             sampler, missed = self._sampler.copy(), position - self._position
         if n := min(missed, window):
             sampler.accept(native.tokens[-n:])
         return native.sample(sampler), sampler
 
     def commit(self, sampler: core.Sampler, position: int, rewinds: int) -> None:
+        if self._begins(rewinds):
+            self._next_seed = self._new_seed()
         self._sampler, self._position, self._rewinds = sampler, position, rewinds
 
     def copy(self) -> StepSampler:
         twin = StepSampler(self._n_vocab, self.how)
         if self._sampler is not None:
             twin.commit(self._sampler.copy(), self._position, self._rewinds)
+        twin._next_seed = self._next_seed
         return twin
+
+    def _begins(self, rewinds: int) -> bool:
+        return self._sampler is None or rewinds != self._rewinds
+
+    def _new_seed(self) -> int:
+        return secrets.randbits(63) if self.how.seed is None else self.how.seed

@@ -35,8 +35,8 @@ class Session:
     how many tokens one step of a prefill takes. ``sampling`` is what ``generate`` and ``Model.step`` draw
     with, unless told otherwise.
 
-    Raises OutOfMemory, before anything is touched, InvalidArgument, and UnsupportedModelError where a model
-    can not slide. A session is used by one thread at a time, but ``cancel`` is called from any.
+    Raises OutOfMemory, before anything is touched, and InvalidArgument. A session is used by one thread at a
+    time, but ``cancel`` is called from any.
     """
 
     def __init__(

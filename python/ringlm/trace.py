@@ -30,13 +30,14 @@ class TraceRecord:
     slot: int
     #: Tokens that the step's last token saw, for each of Session.kinds.
     visible: tuple[int, ...]
-    #: Bytes that the step read.
+    #: Bytes of the weights that the step had to read: every matrix once.
     weight_bytes: int
+    #: Bytes of the K/V rows that the tokens saw, those of each token counted.
     kv_bytes: int
     seconds: float
     #: Seconds by operation; over all layers, for those that a layer has.
     operations: Mapping[str, float]
-    #: Heap allocations during the step.
+    #: Heap allocations of the extension module during the step.
     allocations: int
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 from random_llama import Array, Shape, worst
 from ring_reference import Ring, ring_logits
 from ring_sessions import Slots, cached, fed, open_model, open_session, text, write
-from ringlm import _core, errors
+from ringlm import Model, Sampling, _core, errors
 
 TOLERANCE = 2e-5
 FULL = Shape(n_embd=48, n_ff=64, head_dim=16, n_ctx_train=512)
@@ -313,3 +313,17 @@ def test_a_fork_and_its_origin_go_on_alone(models: dict[str, Any], name: str, kv
     third.rewind(5)
     expected = alone(np.concatenate([two[:85], one]))[85:]
     np.testing.assert_array_equal(fed(third, one), expected)
+
+
+def test_a_fork_draws_what_its_origin_draws(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", FULL)
+    with Model(tmp_path / "m.gguf", n_threads=1) as model:
+        a = model.session(64, sampling=Sampling(temperature=1.5, top_k=0))  # no seed
+        a.prefill([1, 2, 3])
+        for _ in range(3):
+            b = a.fork()  # the first time before the first draw
+            assert [model.step([a]) for _ in range(5)] == [model.step([b]) for _ in range(5)]
+        first = [model.step([a])[0] for _ in range(20)]
+        a.rewind(20)
+        a.decode(first[-1])
+        assert [model.step([a])[0] for _ in range(20)] != first  # another seed

@@ -19,7 +19,8 @@ struct TraceRecord {
   std::size_t kv_bytes;      // of the rows that the queries saw, each query's counted
   double seconds;            // of the whole step
   std::array<double, kOperations.size()> operation_seconds;  // over all layers
-  std::int64_t allocations;  // heap allocations of the process during the step; -1 where nobody counts
+  std::int64_t
+      allocations;  // heap allocations during the step, as start_trace() was told to count them, or -1
 };
 
 }  // namespace ringlm
