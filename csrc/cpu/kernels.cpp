@@ -50,11 +50,25 @@ std::vector<const Kernels*> runnable_kernels() {
 }
 
 std::vector<float> rotation_tables(const kv::Rotation& r) {
-  constexpr std::int32_t order = 16;  // kLanes
+  constexpr std::uint32_t order = 16;  // kLanes
   std::vector<float> tables;
   for (std::int32_t i = 0; i < r.head_dim; ++i) tables.push_back(kv::rotation_sign(i));
   for (std::uint32_t i = 0; i < order; ++i) {
     for (std::uint32_t j = 0; j < order; ++j) tables.push_back(std::popcount(i & j) % 2 == 0 ? 1.0f : -1.0f);
+  }
+  if (r.m == 1) return tables;
+  const kv::Rotation one{r.m * r.width, r.m, r.width};
+  for (const auto turn : {kv::rotate, kv::rotate_back}) {
+    for (std::int32_t j = 0; j < one.head_dim; ++j) {
+      std::vector<float> column(static_cast<std::size_t>(one.head_dim));
+      column[static_cast<std::size_t>(j)] = 1.0f;
+      turn(one, column.data());
+      for (std::int32_t i = 0; i < one.head_dim;
+           ++i) {  // signs act before the transform, and behind its inverse
+        const float sign = kv::rotation_sign(turn == kv::rotate ? j : i);
+        tables.push_back(sign * column[static_cast<std::size_t>(i)]);
+      }
+    }
   }
   return tables;
 }

@@ -89,7 +89,8 @@ constexpr std::size_t matmul_scratch(std::int32_t cols) {
   return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
 }
 
-// Signs of the rotation, [head_dim], then Sylvester's matrix of order kLanes, row by row.
+// Signs of the rotation, [head_dim]; Sylvester's matrix of order kLanes; where a block has a Paley matrix,
+// the transform of the block and its inverse, both without signs and column by column.
 std::vector<float> rotation_tables(const kv::Rotation& r);
 
 // The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that

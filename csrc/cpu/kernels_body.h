@@ -163,15 +163,35 @@ void walsh_hadamard(const float* sylvester, float* x, std::int32_t width, float 
   }
 }
 
+// y [n] = matrix times x, for a matrix whose columns lie one behind the other and n a multiple of kLanes.
+void times_matrix(const float* columns, const float* x, float* y, std::int32_t n) {
+  for (std::int32_t i = 0; i < n; i += kLanes) {
+    f32x16 sum = set1(0.0f);
+    for (std::int32_t j = 0; j < n; ++j) sum = fma(load(columns + j * n + i), set1(x[j]), sum);
+    store(y + i, sum);
+  }
+}
+
+constexpr std::int32_t kMostDense = 192;  // blocks of Paley matrices up to here are multiplied out
+
 void rotate(const kv::Rotation& r, const float* tables, float* x, bool back) {
-  if (r.m != 1 || r.width % kLanes != 0) return back ? kv::rotate_back(r, x) : kv::rotate(r, x);
+  const std::int32_t block = r.m * r.width;
+  const bool dense = r.m != 1 && block % kLanes == 0 && block <= kMostDense;
+  if (!dense && (r.m != 1 || r.width % kLanes != 0)) return back ? kv::rotate_back(r, x) : kv::rotate(r, x);
   const std::int32_t d = r.head_dim;
   const auto flip = [&] {
     for (std::int32_t i = 0; i < d; i += kLanes) store(x + i, load(x + i) * load(tables + i));
   };
   if (!back) flip();
-  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(r.width));
-  for (std::int32_t at = 0; at < d; at += r.width) walsh_hadamard(tables + d, x + at, r.width, scale);
+  for (std::int32_t at = 0; at < d; at += block) {
+    if (dense) {
+      float y[kMostDense];
+      times_matrix(tables + d + kLanes * kLanes + (back ? block * block : 0), x + at, y, block);
+      std::memcpy(x + at, y, static_cast<std::size_t>(block) * sizeof(float));
+    } else {
+      walsh_hadamard(tables + d, x + at, block, 1.0f / __builtin_sqrtf(static_cast<float>(block)));
+    }
+  }
   if (back) flip();
 }
 

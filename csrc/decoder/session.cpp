@@ -1,6 +1,7 @@
 #include "ringlm/session.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -95,12 +96,10 @@ void compute(Session::Impl& host, std::span<const Row> rows, const std::function
              std::array<double, kOperations.size()>* seconds) {
   const Model::Parts& p = host.model->parts();
   const std::span<std::uint8_t> bad = host.memory.bad.first(rows.size());
-  if (seconds) {
-    TimedOps ops(*p.ops, *seconds);
-    run_step({p.config, p.weights, p.rope_frequencies, ops}, {rows, host.memory.a}, bad, before_layer);
-  } else {
-    run_step({p.config, p.weights, p.rope_frequencies, *p.ops}, {rows, host.memory.a}, bad, before_layer);
-  }
+  std::optional<TimedOps> timed;
+  if (seconds) timed.emplace(*p.ops, *seconds);
+  Ops& ops = timed ? static_cast<Ops&>(*timed) : *p.ops;
+  run_step({p.config, p.weights, p.rope_frequencies, ops}, {rows, host.memory.a}, bad, before_layer);
 }
 
 void name_the_layer(Session::Impl& host, const Row& row) {

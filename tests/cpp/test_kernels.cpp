@@ -539,7 +539,7 @@ TEST_CASE("RoPE factors divide frequencies, and pairs turn as told") {
 
 TEST_CASE("the rotation in vectors is the plain one, and its way back leads back") {
   for_each_isa([](const Kernels& k) {
-    for (const std::int32_t d : {16, 32, 48, 64, 80, 96, 112, 128, 256, 320}) {
+    for (const std::int32_t d : {16, 20, 32, 48, 64, 80, 96, 112, 128, 160, 192, 240, 256, 320}) {
       CAPTURE(d);
       const kv::Rotation r = kv::make_rotation(d);
       const std::vector<float> tables = cpu::rotation_tables(r), x = random_floats(size(d), 21);
