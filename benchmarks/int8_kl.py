@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--against", default="f16")
     parser.add_argument("--pinned", type=int, default=0)
     parser.add_argument("--slide", action="store_true")
-    parser.add_argument("-t", "--threads", type=int, default=0)
+    parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON object a text")
     args = parser.parse_args()
     width = max(len("text"), *(len(Path(name).name) for name in args.texts))

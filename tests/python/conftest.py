@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pulled() -> Callable[[str], Path]:
     """The file of a registry model that was pulled before; tests never download one of that size."""
 
