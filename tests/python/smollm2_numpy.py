@@ -97,7 +97,7 @@ class SmolLM2:
         return log_softmax(self._norm(x, w["output_norm.weight"]) @ w["token_embd.weight"].T)
 
     def _norm(self, x: Array, weight: Array) -> Array:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * weight
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * weight  # type: ignore[no-any-return]
 
     def _turn(self, positions: Array) -> Array:
         """complex64 [n, 1, pairs]"""
@@ -109,7 +109,7 @@ class SmolLM2:
         slow = np.repeat(self.frequencies * int8.epoch < 1, 2)
         middle = np.arange(len(k)) // int8.epoch * int8.epoch + int8.epoch // 2
         centre = rope(np.broadcast_to(bias * slow, k.shape), self._turn(middle))
-        return rounded(k - centre, int8.rotate) + centre
+        return rounded(k - centre, int8.rotate) + centre  # type: ignore[no-any-return]
 
 
 def rope(x: Array, turn: Array) -> Array:
