@@ -31,8 +31,8 @@ def ids(smollm2: Model) -> list[int]:
 
 
 def test_int8_predicts_as_f16_does(smollm2: Model, ids: list[int]) -> None:
-    d = divergence(smollm2, ids[:4096], "f16", "int8", n_ctx=512)
-    assert len(d.expected) == 8 * 511
+    d = divergence(smollm2, ids[:3584], "f16", "int8", n_ctx=512)
+    assert len(d.expected) == 7 * 511
     assert d.kl.mean() < 3e-4
     assert abs(d.perplexity_change) < 1e-3
     assert d.kl.max() > 1e-6  # they are not the same
@@ -41,7 +41,7 @@ def test_int8_predicts_as_f16_does(smollm2: Model, ids: list[int]) -> None:
 # ---- a K bias ----------------------------------------------------------------------------------------------
 
 BIASED = (10, 20)  # layers in the middle: in the first and last ones the model minds less what keys are
-PAIRS = (1, 4, 8)  # of the 32, the slowest ones; all turn by less than 0.1 radian in 256 positions
+PAIRS = (1, 4, 8)  # of the 32, the slowest ones; these turn by less than 0.05 radian in 256 positions
 NORM = 900.0
 
 
@@ -79,11 +79,11 @@ def test_a_large_k_bias_is_harmless(tmp_path: Path, reference: SmolLM2, ids: lis
 
 @pytest.mark.parametrize("pairs", PAIRS)
 def test_what_rotation_and_centring_are_for(reference: SmolLM2, ids: list[int], pairs: int) -> None:
-    tokens, bias = ids[:256], slow_bias(reference, pairs)
+    tokens, bias = ids[:128], slow_bias(reference, pairs)
     exact = reference.log_probabilities(tokens, bias)
 
     def mean_kl(rotate: bool, centre: bool) -> float:
-        stored = reference.log_probabilities(tokens, bias, Int8(rotate, centre, epoch=256))
+        stored = reference.log_probabilities(tokens, bias, Int8(rotate, centre, epoch=128))
         return float(kl_divergence(exact, stored).mean())
 
     both = mean_kl(rotate=True, centre=True)
