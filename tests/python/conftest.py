@@ -10,7 +10,7 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pulled() -> Callable[[str], Path]:
     """The file of a registry model that was pulled before; tests never download one of that size."""
 
