@@ -40,7 +40,6 @@ class SmolLM2:
             for t in self.reader.tensors
         }
         self.n_layer = int(self._metadata("block_count"))
-        self.n_head = int(self._metadata("attention.head_count"))
         self.n_head_kv = int(self._metadata("attention.head_count_kv"))
         self.eps = np.float32(self._metadata("attention.layer_norm_rms_epsilon"))
         base = float(self._metadata("rope.freq_base"))
@@ -70,7 +69,7 @@ class SmolLM2:
         self, ids: Sequence[int], k_bias: Mapping[int, Array], int8: Int8 | None = None
     ) -> Array:
         """float64 [n_tokens, n_vocab], every token seeing all before it. K and V are float32 or ``int8``."""
-        w, T, group = self.weights, len(ids), self.n_head // self.n_head_kv
+        w, T = self.weights, len(ids)
         turn = self._turn(np.arange(T))
         future = np.where(np.tri(T, dtype=bool), np.float32(0), np.float32(-np.inf))
         x = w["token_embd.weight"][list(ids)]
@@ -83,12 +82,12 @@ class SmolLM2:
             if int8 is not None:
                 k = self._rounded_keys(k, bias, int8)
                 v = rounded(v, int8.rotate)
-            att = np.empty_like(q)
-            for head in range(self.n_head):
-                score = q[:, head] @ k[:, head // group].T / np.float32(np.sqrt(HEAD_DIM)) + future
-                weight = np.exp(score - score.max(-1, keepdims=True))
-                weight /= weight.sum(-1, keepdims=True)
-                att[:, head] = weight @ v[:, head // group]
+            q = q.reshape(T, self.n_head_kv, -1, HEAD_DIM) / np.float32(np.sqrt(HEAD_DIM))
+            # einsum's own loops: a threaded BLAS is slow at many small products where cores are busy.
+            score = np.einsum("thgd,shd->hgts", q, k) + future
+            weight = np.exp(score - score.max(-1, keepdims=True))
+            weight /= weight.sum(-1, keepdims=True)
+            att = np.einsum("hgts,shd->thgd", weight, v)
             x = x + att.reshape(T, -1) @ w[p + "attn_output.weight"].T
             h = self._norm(x, w[p + "ffn_norm.weight"])
             gate = h @ w[p + "ffn_gate.weight"].T
