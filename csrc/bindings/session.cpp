@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -45,7 +46,7 @@ Overflow overflow_rule(const std::string& name) {
 
 // Where logits go: nowhere for None, else a contiguous float32 array of exactly this shape. Never a copy,
 // which would be filled in vain.
-std::span<float> writable(const py::object& out, const std::vector<py::ssize_t>& shape) {
+std::span<float> writable(const py::object& out, std::span<const py::ssize_t> shape) {
   if (out.is_none()) return {};
   if (!py::isinstance<py::array>(out)) {
     throw py::type_error("out is of type " + std::string(Py_TYPE(out.ptr())->tp_name) +
@@ -53,8 +54,9 @@ std::span<float> writable(const py::object& out, const std::vector<py::ssize_t>&
   }
   auto array = py::reinterpret_borrow<py::array>(out);
   const auto refuse = [&](const std::string& found) {
-    throw InvalidArgument("out is " + found + "; expected a writable C-contiguous array of float32 " +
-                          py::str(py::tuple(py::cast(shape))).cast<std::string>());
+    throw InvalidArgument(
+        "out is " + found + "; expected a writable C-contiguous array of float32 " +
+        py::str(py::tuple(py::cast(std::vector(shape.begin(), shape.end())))).cast<std::string>());
   };
   if (!array.dtype().equal(py::dtype::of<float>()))
     refuse("of " + py::str(array.dtype()).cast<std::string>());
@@ -118,37 +120,27 @@ void hear_signals() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::vector<py::ssize_t> row_shape(const Session& s) { return {s.model()->config().n_vocab}; }
-
-void fill(const Session& s, std::span<float> out) {
-  if (!out.empty()) std::ranges::copy(s.logits(), out.begin());
-}
-
 void prefill(Session& s, const py::object& tokens, const py::object& out, bool all_logits,
              const py::object& progress) {
   const Tokens source(tokens);
   const std::span<const std::int32_t> ids = source.ids();
-  std::vector<py::ssize_t> shape = row_shape(s);
-  if (all_logits) shape.insert(shape.begin(), static_cast<py::ssize_t>(ids.size()));
+  const std::array<py::ssize_t, 2> shape{static_cast<py::ssize_t>(ids.size()), s.model()->config().n_vocab};
   if (all_logits && out.is_none()) throw InvalidArgument("all_logits needs an array `out` to write to");
-  const std::span<float> logits = writable(out, shape);
+  const std::span<float> logits = writable(out, std::span(shape).subspan(all_logits ? 0 : 1));
   const auto between_chunks = [&](std::size_t done, std::size_t total) {
     const Gil gil;
     hear_signals();
     progress(done, total);
   };
   const NoGil no_gil;
-  s.prefill(ids, all_logits ? logits : std::span<float>{},
-            progress.is_none() ? Session::Progress{} : Session::Progress(between_chunks));
-  if (!all_logits) fill(s, logits);
+  s.prefill(ids, logits, progress.is_none() ? Session::Progress{} : Session::Progress(between_chunks));
 }
 
 void decode(Session& s, const py::object& token, const py::object& out) {
   const std::int32_t id = token_id(token);
-  const std::span<float> logits = writable(out, row_shape(s));
+  const std::span<float> logits = writable(out, std::array<py::ssize_t, 1>{s.model()->config().n_vocab});
   const NoGil no_gil;
-  s.decode(id);
-  fill(s, logits);
+  s.decode(id, logits);
 }
 
 py::list kinds_list(const SessionPlan& plan) {

@@ -48,7 +48,7 @@ class CpuOps final : public Ops {
     return size(tiles) * size(c.n_head) * (size(c.head_dim) + sizeof(Partial) / sizeof(float));
   }
   std::size_t scratch_bytes() const override {
-    return scratch_.size() * sizeof(float) + parts_.size() * sizeof(Partial);
+    return (scratch_.size() + rotation_tables_.size()) * sizeof(float) + parts_.size() * sizeof(Partial);
   }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {

@@ -56,7 +56,7 @@ std::vector<float> rotation_tables(const kv::Rotation& r) {
   for (std::uint32_t i = 0; i < order; ++i) {
     for (std::uint32_t j = 0; j < order; ++j) tables.push_back(std::popcount(i & j) % 2 == 0 ? 1.0f : -1.0f);
   }
-  if (r.m == 1) return tables;
+  if (!is_dense(r)) return tables;
   const kv::Rotation one{r.m * r.width, r.m, r.width};
   for (const auto turn : {kv::rotate, kv::rotate_back}) {
     for (std::int32_t j = 0; j < one.head_dim; ++j) {

@@ -89,8 +89,15 @@ constexpr std::size_t matmul_scratch(std::int32_t cols) {
   return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
 }
 
-// Signs of the rotation, [head_dim]; Sylvester's matrix of order kLanes; where a block has a Paley matrix,
-// the transform of the block and its inverse, both without signs and column by column.
+// Blocks with a Paley matrix, up to a size, are multiplied out. (static: see kernels_body.h)
+constexpr std::int32_t kMostDense = 192;
+static inline bool is_dense(const kv::Rotation& r) {
+  const std::int32_t block = r.m * r.width;
+  return r.m != 1 && block % 16 == 0 && block <= kMostDense;
+}
+
+// Signs of the rotation, [head_dim]; Sylvester's matrix of order kLanes; where blocks are dense, the
+// transform and its inverse, both without signs and column by column.
 std::vector<float> rotation_tables(const kv::Rotation& r);
 
 // The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that

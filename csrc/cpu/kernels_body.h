@@ -172,11 +172,9 @@ void times_matrix(const float* columns, const float* x, float* y, std::int32_t n
   }
 }
 
-constexpr std::int32_t kMostDense = 192;  // blocks of Paley matrices up to here are multiplied out
-
 void rotate(const kv::Rotation& r, const float* tables, float* x, bool back) {
   const std::int32_t block = r.m * r.width;
-  const bool dense = r.m != 1 && block % kLanes == 0 && block <= kMostDense;
+  const bool dense = is_dense(r);
   if (!dense && (r.m != 1 || r.width % kLanes != 0)) return back ? kv::rotate_back(r, x) : kv::rotate(r, x);
   const std::int32_t d = r.head_dim;
   const auto flip = [&] {

@@ -26,6 +26,17 @@ void check_batch(std::span<Session* const> sessions, std::span<const std::int32_
   }
 }
 
+// The current exception. Only a cancel that was heard is over.
+std::exception_ptr heard(Session::Impl& s) {
+  try {
+    throw;
+  } catch (const Cancelled&) {
+    s.cancelled = false;
+  } catch (...) {
+  }
+  return std::current_exception();
+}
+
 }  // namespace
 
 std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
@@ -45,8 +56,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
       ready.push_back(i);
       if (!host || s.options.chunk > host->options.chunk) host = &s;
     } catch (...) {
-      s.cancelled = false;
-      errors[i] = std::current_exception();
+      errors[i] = heard(s);
     }
   }
 
@@ -80,8 +90,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
         s.commit(tokens.subspan(group[m], 1), true);
         measurement.add_to(s.trace, false, s.model->parts().weights, rows.subspan(m, 1));
       } catch (...) {
-        s.cancelled = false;
-        errors[group[m]] = std::current_exception();
+        errors[group[m]] = heard(s);
       }
     }
     first += M;

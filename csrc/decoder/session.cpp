@@ -184,23 +184,23 @@ std::unique_ptr<Session> Session::wrap(std::unique_ptr<Impl> impl) {
 
 Session::~Session() = default;
 
-void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> all_logits,
-                      const Progress& progress) {
+void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> out, const Progress& progress) {
   Impl& s = *impl_;
   const Impl::Use use(s);
   s.check_tokens(tokens);
   const std::size_t n_vocab = size(s.model->config().n_vocab);
-  if (!all_logits.empty() && all_logits.size() != tokens.size() * n_vocab) {
-    throw InvalidArgument("all_logits has " + std::to_string(all_logits.size()) + " elements; expected " +
-                          std::to_string(tokens.size()) + " tokens times " + std::to_string(n_vocab));
+  if (!out.empty() && out.size() != n_vocab && out.size() != tokens.size() * n_vocab) {
+    throw InvalidArgument("out has " + std::to_string(out.size()) + " elements; expected " +
+                          std::to_string(n_vocab) + ", or " + std::to_string(tokens.size()) +
+                          " tokens times as many");
   }
+  const std::span<float> all = out.size() == n_vocab ? std::span<float>{} : out;
   std::size_t done = 0;
   while (done < tokens.size()) {
     const std::size_t n = std::min(size(s.options.chunk), tokens.size() - done);
     try {
       s.step(Impl::Kind::Prefill, tokens.subspan(done, n),
-             all_logits.empty() ? all_logits : all_logits.subspan(done * n_vocab, n * n_vocab),
-             done + n == tokens.size());
+             all.empty() ? all : all.subspan(done * n_vocab, n * n_vocab), done + n == tokens.size());
     } catch (const Cancelled&) {
       s.cancelled = false;
       throw Cancelled("the prefill was cancelled with " + std::to_string(done) + " of " +
@@ -210,19 +210,25 @@ void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> all
     done += n;
     if (progress) progress(done, tokens.size());
   }
+  if (all.empty() && !out.empty()) std::ranges::copy(s.logits(), out.begin());
 }
 
-void Session::decode(std::int32_t token) {
+void Session::decode(std::int32_t token, std::span<float> out) {
   Impl& s = *impl_;
   const Impl::Use use(s);
   const std::span<const std::int32_t> one(&token, 1);
   s.check_tokens(one);
+  if (const std::size_t n_vocab = size(s.model->config().n_vocab); !out.empty() && out.size() != n_vocab) {
+    throw InvalidArgument("out has " + std::to_string(out.size()) + " elements; expected " +
+                          std::to_string(n_vocab));
+  }
   try {
     s.step(Impl::Kind::Decode, one, {}, true);
   } catch (const Cancelled&) {
     s.cancelled = false;
     throw;
   }
+  if (!out.empty()) std::ranges::copy(s.logits(), out.begin());
 }
 
 std::span<const float> Session::logits() const {
@@ -289,6 +295,11 @@ std::int64_t Session::reuse(std::span<const std::int32_t> tokens) {
 void Session::cancel(bool wanted) noexcept { impl_->cancelled.store(wanted, std::memory_order_relaxed); }
 
 void Session::start_trace(std::size_t capacity, std::function<std::int64_t()> allocations) {
+  constexpr std::size_t most = 1 << 20;
+  if (capacity > most) {
+    throw InvalidArgument("a trace of " + std::to_string(capacity) +
+                          " records was asked for; expected at most " + std::to_string(most));
+  }
   const Impl::Use use(*impl_);
   impl_->trace = {std::vector<TraceRecord>(capacity), 0, 0, std::move(allocations)};
 }

@@ -33,10 +33,16 @@ static_assert(sizeof(Header) == 72 && std::is_trivially_copyable_v<Header>);
 constexpr char kMagic[8] = {'r', 'i', 'n', 'g', 'l', 'm', 'K', 'V'};
 constexpr std::uint32_t kVersion = 1;
 
-// f(first slot, n) for runs of consecutive slots that hold, in ascending position, what a query at p sees
-// of the positions before it.
+// The first moving position that is saved. What never slides is saved whole, also when it is full and there
+// is no next query.
+std::int64_t saved_from(const SessionOptions& o, const kv::Ring& ring, std::int64_t p) {
+  return o.overflow == Overflow::Error && ring.visible == o.n_ctx ? ring.pinned : ring.oldest(p);
+}
+
+// f(first slot, n) for runs of consecutive slots that hold, in ascending position, what is saved at position
+// p.
 template <class F>
-void for_each_run(const kv::Ring& ring, std::int64_t p, F f) {
+void for_each_run(const SessionOptions& o, const kv::Ring& ring, std::int64_t p, F f) {
   const auto run = [&](std::int64_t begin, std::int64_t end) {
     while (begin < end) {
       const std::int64_t slot = ring.slot(begin);
@@ -47,7 +53,7 @@ void for_each_run(const kv::Ring& ring, std::int64_t p, F f) {
     }
   };
   run(0, std::min(ring.pinned, p));
-  run(ring.oldest(p), p);
+  run(saved_from(o, ring, p), p);
 }
 
 // f(span of bytes) for everything behind the windows, in order: the same walk for saving and loading.
@@ -55,7 +61,7 @@ template <class F>
 void for_each_piece(const Session::Impl& s, F f) {
   const SessionMemory& m = s.memory;
   const std::int64_t p = s.position;
-  for_each_run(s.text_ring(), p, [&](std::int64_t slot, std::int64_t n) {
+  for_each_run(s.options, s.text_ring(), p, [&](std::int64_t slot, std::int64_t n) {
     f(std::as_writable_bytes(m.ids.subspan(size(slot), size(n))));
   });
   if (s.has_logits) f(std::as_writable_bytes(m.logits[s.current]));
@@ -65,11 +71,11 @@ void for_each_piece(const Session::Impl& s, F f) {
     for (std::int32_t head = 0; head < l.n_head_kv; ++head) {
       for (const kv::Rows& rows : {m.cache.k(layer, head), m.cache.v(layer, head)}) {
         const std::int64_t row = l.head_dim * static_cast<std::int64_t>(element_bytes(rows.format));
-        for_each_run(ring, p, [&](std::int64_t slot, std::int64_t n) {
+        for_each_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
           f(std::span(reinterpret_cast<std::byte*>(rows.data) + slot * row, size(n * row)));
         });
         if (!rows.scales) continue;
-        for_each_run(ring, p, [&](std::int64_t slot, std::int64_t n) {
+        for_each_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
           f(std::span(reinterpret_cast<std::byte*>(rows.scales) + 2 * slot, size(2 * n)));
         });
       }
@@ -161,9 +167,10 @@ std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const
   Impl& s = *session->impl_;
   s.position = h.position;
   s.has_logits = h.has_logits != 0;
-  for (std::int32_t i = 0; i <= c.n_layer; ++i) s.memory.held_from[size(i)] = s.ring(i).oldest(h.position);
+  for (std::int32_t i = 0; i <= c.n_layer; ++i)
+    s.memory.held_from[size(i)] = saved_from(o, s.ring(i), h.position);
   for_each_piece(s, [&](std::span<std::byte> piece) { read(piece); });
-  for_each_run(s.text_ring(), h.position, [&](std::int64_t slot, std::int64_t n) {
+  for_each_run(s.options, s.text_ring(), h.position, [&](std::int64_t slot, std::int64_t n) {
     for (const std::int32_t id : s.memory.ids.subspan(size(slot), size(n))) {
       if (id < 0 || id >= c.n_vocab) refuse("it has the token id " + std::to_string(id));
     }

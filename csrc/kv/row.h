@@ -1,5 +1,6 @@
 // One INT8 row. Internal linkage: each instruction set's translation unit compiles its own copy.
-//   scale = f16(max |x| / 127), code = round(x / scale), stored as code + 128
+//   scale = f16(max |x| / 127), rounded up where it is subnormal;  code = round(x / scale), stored as code +
+//   128
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,8 @@ static inline void store_int8(const float* x, std::uint8_t* codes, std::uint8_t*
     largest = magnitude > largest ? magnitude : largest;
   }
   std::uint16_t half = f32_to_f16(largest / 127.0f);
-  if (half == 0 && largest > 0.0f) half = 1;  // 2^-24: tiny rows keep what they can
+  if (half < 0x0400 && 127.0f * f16_to_f32(half) < largest)
+    ++half;  // subnormal: a step down would clip too much
   std::memcpy(scale, &half, sizeof half);
   const float step = half != 0 ? f16_to_f32(half) : 1.0f;
   for (std::int32_t i = 0; i < n; ++i) {

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["KV", "KV_FORMATS", "CacheOptions", "LayerKind", "SessionStats", "cache_options"]
+__all__ = ["KV", "KV_FORMATS", "CacheOptions", "LayerKind", "SessionStats", "cache_options", "check_count"]
 
 KV_FORMATS = ("f16", "int8", "f32")
 
@@ -86,9 +86,9 @@ def cache_options(
     """The options of a session as the core takes them; it checks what depends on the model. Raises
     InvalidArgument."""
     if n_ctx is not None:
-        _check_count("n_ctx", n_ctx, 1, "a positive number of tokens, or None for the default")
-    _check_count("chunk", chunk, 1, "a positive number of tokens, as many as one step takes")
-    _check_count("pinned", pinned, 0, "how many of the first tokens stay for ever, at least 0")
+        n_ctx = check_count("n_ctx", n_ctx, 1, "a positive number of tokens, or None for the default")
+    chunk = check_count("chunk", chunk, 1, "a positive number of tokens, as many as one step takes")
+    pinned = check_count("pinned", pinned, 0, "how many of the first tokens stay for ever, at least 0")
     pair = (kv, kv) if isinstance(kv, str) else kv
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(name in KV_FORMATS for name in pair):
         raise InvalidArgument(
@@ -108,6 +108,12 @@ def cache_options(
     }
 
 
-def _check_count(name: str, value: Any, least: int, expected: str) -> None:
-    if not isinstance(value, int) or not least <= value < 2**31:
-        raise InvalidArgument(f"{name} is {value!r:.40}; expected {expected}")
+def check_count(name: str, value: Any, least: int, expected: str, most: int = 2**31 - 1) -> int:
+    """The value as an int. Raises InvalidArgument for what is none, and outside [least, most]."""
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        count = int(value)
+        if least <= count <= most:
+            return count
+        if count > most:
+            expected += f", at most {most}"
+    raise InvalidArgument(f"{name} is {value!r:.40}; expected {expected}")

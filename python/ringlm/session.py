@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
-from ringlm.cache import KV, LayerKind, SessionStats, cache_options
+from ringlm.cache import KV, LayerKind, SessionStats, cache_options, check_count
 from ringlm.errors import ContextOverflow, InvalidArgument, StateError
 from ringlm.generation import Generation, generate
 from ringlm.sampling import Sampling, StepSampler, TokenLogprobs
@@ -216,7 +216,7 @@ class Session:
         the ring has wrapped, a session goes back by ``chunk`` tokens from the furthest it has been, to the
         end of its pinned tokens, or to the beginning.
         """
-        self._core.rewind(n)
+        self._core.rewind(check_count("n", n, 0, "how many of the last tokens to forget"))
         self._rewinds += n != 0
 
     def cancel(self, wanted: bool = True) -> None:
@@ -334,6 +334,7 @@ class Session:
         """
         from ringlm.trace import Trace
 
+        check_count("n", n, 1, "a positive number of records to keep", most=1 << 20)
         if self._trace is not None:
             self._trace.close()
         self._trace = Trace(self._core, self.kinds, n)
@@ -341,7 +342,12 @@ class Session:
 
     def kv(self, layer: int, head: int) -> KV:
         """The rows of one KV head that the last token saw, decoded, in position order."""
-        return KV(*self._core.kv_rows(layer, head))
+        expected = "its index, from 0"
+        return KV(
+            *self._core.kv_rows(
+                check_count("layer", layer, 0, expected), check_count("head", head, 0, expected)
+            )
+        )
 
     # ---- parts ---------------------------------------------------------------------------------------------
 

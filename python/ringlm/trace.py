@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ringlm.errors import InvalidArgument
-
 if TYPE_CHECKING:
     import ringlm._core as core
     from ringlm.cache import LayerKind
@@ -37,7 +35,8 @@ class TraceRecord:
     seconds: float
     #: Seconds by operation; over all layers, for those that a layer has.
     operations: Mapping[str, float]
-    #: Heap allocations of the extension module during the step.
+    #: Heap allocations of the extension module while the step computed; a batch makes a few before and behind
+    #: that, for its own bookkeeping.
     allocations: int
 
     def __str__(self) -> str:
@@ -52,8 +51,6 @@ class Trace:
     """
 
     def __init__(self, native: core.Session, kinds: tuple[LayerKind, ...], n: int) -> None:
-        if not isinstance(n, int) or not 1 <= n < 2**31:
-            raise InvalidArgument(f"n is {n!r:.40}; expected a positive number of records to keep")
         #: What ``visible`` of a record has one number for.
         self.kinds = kinds
         self._records: deque[TraceRecord] = deque(maxlen=n)

@@ -552,3 +552,29 @@ TEST_CASE("the rotation in vectors is the plain one, and its way back leads back
     }
   });
 }
+
+TEST_CASE("tiny INT8 rows are rounded, not cut") {
+  for_each_isa([](const Kernels& k) {
+    std::vector<float> x = random_floats(64, 31);
+    for (const float size_of_row : {1e-2f, 1.1e-5f, 9.7e-6f, 3e-6f, 2e-7f, 1e-9f}) {
+      std::vector<float> row = x;
+      for (float& v : row) v *= size_of_row;
+      std::vector<std::uint8_t> codes(64), scale(2);
+      const kv::Rows rows{KvFormat::Int8, codes.data(), scale.data()};
+      k.store_row(rows, 0, row.data(), 64);
+      std::vector<float> back(64);
+      kv::load_row(rows, 0, back.data(), 64);
+      std::uint16_t half = 0;
+      std::memcpy(&half, scale.data(), 2);
+      const float step = f16_to_f32(half);
+      CHECK(step <= std::max(size_of_row / 127.0f * 1.01f, 0x1p-24f) + 0x1p-24f);
+      for (std::size_t i = 0; i < 64; ++i) REQUIRE(std::fabs(back[i] - row[i]) <= 0.56f * step);
+    }
+  });
+}
+
+TEST_CASE("a large head has no table of its rotation's matrix") {
+  for (const std::int32_t d : {6144, 12288, 16384}) {
+    CHECK(cpu::rotation_tables(kv::make_rotation(d)).size() == static_cast<std::size_t>(d) + 256);
+  }
+}

@@ -105,10 +105,11 @@ def rotation(dim: int) -> Array:
 
 
 def int8_scale(y: Array) -> Array:
-    """[..., 1]: the f16 scale of rows [..., dim]; at least 2^-24, the smallest half, unless all is zero."""
+    """[..., 1]: the f16 scale of rows [..., dim]; one that is subnormal (below 2^-14) is rounded up, to a
+    multiple of 2^-24."""
     most = np.abs(y).max(-1, keepdims=True)
     scale = (most / 127.0).astype(np.float16).astype(np.float64)
-    return np.where(most > 0.0, np.maximum(scale, 2.0**-24), 0.0)
+    return np.where(scale < 2.0**-14, np.ceil(most / 127.0 * 2.0**24) / 2.0**24, scale)
 
 
 def int8_rounded(y: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +328,71 @@ def test_a_fork_draws_what_its_origin_draws(tmp_path: Path) -> None:
         a.rewind(20)
         a.decode(first[-1])
         assert [model.step([a])[0] for _ in range(20)] != first  # another seed
+
+
+def test_two_threads_get_errors_not_each_others_logits(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", FULL)
+    with Model(tmp_path / "m.gguf", n_threads=1) as model:
+        native = model.session(64, overflow="slide")._core
+        returned = [0, 0]
+
+        def work(i: int) -> None:
+            out = np.empty(model.n_vocab, np.float32)
+            for _ in range(2000):
+                try:
+                    native.decode(7, out)
+                except errors.StateError:
+                    continue
+                returned[i] += 1
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(returned) == native.position  # who advanced got logits; who got none did not advance
+
+
+def test_a_batch_leaves_a_cancel_to_the_step_that_hears_it(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", FULL)
+    with Model(tmp_path / "m.gguf", n_threads=1) as model:
+        session = model.session(4)
+        session.prefill([1, 2, 3, 4])
+        session.cancel()
+        with pytest.raises(errors.BatchError) as caught:
+            model.step([session], [1])
+        assert isinstance(caught.value.errors[0], errors.ContextOverflow)
+        session.rewind(2)
+        with pytest.raises(errors.Cancelled):
+            session.decode(1)
+        session.decode(1)
+
+
+@pytest.mark.parametrize("windows", [None, 12])
+def test_a_full_session_that_never_slid_is_saved_whole(tmp_path: Path, windows: int | None) -> None:
+    write(tmp_path / "m.gguf", FULL)
+    with Model(tmp_path / "m.gguf", n_threads=1, window=windows) as model:
+        session = model.session(16, chunk=4, pinned=10)
+        session.prefill(list(range(40, 56)))
+        session.save(tmp_path / "s")
+        loaded = model.load_session(tmp_path / "s")
+        if windows is None:
+            assert loaded.tokens == session.tokens == list(range(40, 56))
+            loaded.rewind(1)
+            assert loaded.reuse([*range(40, 46), 9]) == 6
+        else:  # the windowed rings have wrapped: of what is seen, the oldest may be gone
+            assert session.tokens == list(range(44, 56))
+            assert loaded.tokens == session.tokens[-len(loaded.tokens) :]
+
+
+def test_a_wrong_trace_leaves_the_one_that_runs(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", FULL)
+    with Model(tmp_path / "m.gguf", n_threads=1) as model:
+        session = model.session(16)
+        trace = session.trace()
+        session.decode(1)
+        for wrong in (0, -1, 2**31, 2**21, 1.5, True):
+            with pytest.raises(errors.InvalidArgument):
+                session.trace(wrong)  # type: ignore[arg-type]
+        session.decode(2)
+        assert [record.position for record in trace] == [0, 1]

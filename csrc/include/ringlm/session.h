@@ -88,14 +88,15 @@ class Session {
   // finished chunks stay.
   using Progress = std::function<void(std::size_t done, std::size_t total)>;
 
-  // Feeds tokens. all_logits: empty, or [n_tokens, n_vocab] to receive the logits behind every token. Throws
-  // ContextOverflow and InvalidArgument (empty, or an id outside the vocabulary) before anything is computed,
-  // Cancelled with the number of tokens consumed, NumericError, StateError.
-  void prefill(std::span<const std::int32_t> tokens, std::span<float> all_logits = {},
+  // Feeds tokens. out: empty, [n_vocab] to receive the logits behind the last token, or [n_tokens, n_vocab]
+  // those behind every token. Throws ContextOverflow and InvalidArgument (empty, or an id outside the
+  // vocabulary) before anything is computed, Cancelled with the number of tokens consumed, NumericError,
+  // StateError.
+  void prefill(std::span<const std::int32_t> tokens, std::span<float> out = {},
                const Progress& progress = {});
 
-  // Feeds one token. Throws as prefill does.
-  void decode(std::int32_t token);
+  // Feeds one token. out: empty, or [n_vocab]. Throws as prefill does.
+  void decode(std::int32_t token, std::span<float> out = {});
 
   // Behind the last token fed: [n_vocab], valid until the next step but one. Throws StateError when there are
   // none.
