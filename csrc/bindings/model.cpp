@@ -57,6 +57,7 @@ void bind_model(py::module_& m) {
       .def_property_readonly("n_threads", [](const ModelHandle& h) { return h.get()->n_threads(); })
       .def_property_readonly("backend", [](const ModelHandle& h) { return h.get()->backend(); })
       .def_property_readonly("nbytes", [](const ModelHandle& h) { return h.get()->weight_bytes(); })
+      .def_property_readonly("shared_nbytes", [](const ModelHandle& h) { return h.get()->shared_bytes(); })
       .def_property_readonly("closed", [](const ModelHandle& h) { return h.model == nullptr; })
       .def("close", [](ModelHandle& h) { h.model.reset(); });
 

@@ -75,7 +75,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
     Measurement measurement(traced);
     try {
       compute(*host, rows, [&] { host->poll(); }, measurement.seconds());
-    } catch (...) {  // poll() had enough: nobody advances
+    } catch (...) {  // of an operation, or of poll(): nobody from here on advances
       for (; first < ready.size(); ++first) errors[ready[first]] = std::current_exception();
       break;
     }

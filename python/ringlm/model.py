@@ -208,7 +208,8 @@ class Model:
         **changes: Any,
     ) -> Chat:
         """Opens a conversation with a session of its own, which goes on for ever: when the context is full
-        the oldest turns leave it, and the system message stays. With ``overflow="error"`` it ends there.
+        the oldest turns leave it, and the system message stays (unless every layer has a window shorter than
+        the context). With ``overflow="error"`` it ends there.
 
         ``template`` is the name of one of the file's templates or a ChatTemplate; ``variables`` go to it.
         ``pinned`` None pins what the template makes of the system message; if that is more than half of the

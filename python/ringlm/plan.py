@@ -23,7 +23,7 @@ class Cost:
     #: K and V of one session.
     kv_nbytes: int
     session_nbytes: int
-    #: The weights and all sessions.
+    #: The weights, what is shared, and all sessions.
     total_nbytes: int
 
 
@@ -51,6 +51,8 @@ class Plan:
     sessions: int
 
     weight_nbytes: int
+    #: What the model takes besides, for all sessions: float32 copies of norms and biases, scratch of threads.
+    shared_nbytes: int
     kinds: tuple[LayerKind, ...]
     #: K and V of one session: the sum over ``kinds``.
     kv_nbytes: int
@@ -61,7 +63,7 @@ class Plan:
     #: Token ids, logits and bookkeeping, per session.
     state_nbytes: int
     session_nbytes: int
-    #: The weights and all sessions.
+    #: The weights, what is shared, and all sessions.
     total_nbytes: int
 
     #: The same with f16 keys and values.
@@ -96,7 +98,8 @@ def plan(
     """Computes what ``sessions`` sessions opened with these options will take. Nothing is allocated.
 
     ``memory`` is in bytes; None is what this process can take now. The weights count in full, although they
-    are mapped and the system can drop what is not in use. Raises InvalidArgument as Model.session does.
+    are mapped and the system can drop what is not in use. Raises InvalidArgument as Model.session does for a
+    session that does not slide.
     """
     _check("sessions", sessions, 1, "a number of sessions, at least 1", 2**31)
     if memory is not None:
@@ -105,17 +108,17 @@ def plan(
     import ringlm._core as core
 
     available = core.available_memory() if memory is None else memory
-    weights, config = model.nbytes, model.config
+    weights, shared, config = model.nbytes, model.core.shared_nbytes, model.config
     found = core.plan(model.core, **options)
     f16 = core.plan(model.core, **(options | {"kv_k": "f16", "kv_v": "f16"}))
 
     def cost(record: core._Plan, heads: int) -> Cost:
         rows = record["kv_nbytes"] * heads // config.n_head_kv
         session = record["nbytes"] - record["kv_nbytes"] + rows
-        return Cost(rows, session, weights + sessions * session)
+        return Cost(rows, session, weights + shared + sessions * session)
 
     def largest(kv_k: str, kv_v: str) -> int:
-        share = max(available - weights, 0) // sessions
+        share = max(available - weights - shared, 0) // sessions
         return core.largest_n_ctx(model.core, kv_k, kv_v, chunk, pinned, share)
 
     own = cost(found, config.n_head_kv)
@@ -133,6 +136,7 @@ def plan(
         kv=(options["kv_k"], options["kv_v"]),
         sessions=sessions,
         weight_nbytes=weights,
+        shared_nbytes=shared,
         kinds=tuple(LayerKind(**kind) for kind in found["kinds"]),
         kv_nbytes=own.kv_nbytes,
         activation_nbytes=found["activation_nbytes"],
@@ -147,7 +151,7 @@ def plan(
         fits=own.total_nbytes <= available,
         largest_n_ctx=largest(options["kv_k"], options["kv_v"]),
         largest_n_ctx_int8=largest("int8", "int8"),
-        most_sessions=max(available - weights, 0) // own.session_nbytes,
+        most_sessions=max(available - weights - shared, 0) // own.session_nbytes,
     )
 
 

@@ -213,8 +213,8 @@ class Session:
         """Forgets the last ``n`` tokens.
 
         Raises InvalidArgument, and changes nothing, where rows that the next token would see are gone: once
-        the ring has wrapped, a session goes back by ``chunk`` tokens from the furthest it has been, to the
-        end of its pinned tokens, or to the beginning.
+        the ring has wrapped, a session goes back by ``chunk`` tokens from the furthest it has been (a step
+        that failed counts), into its pinned tokens where no layer has a window, or to the beginning.
         """
         self._core.rewind(check_count("n", n, 0, "how many of the last tokens to forget"))
         self._rewinds += n != 0

@@ -111,7 +111,7 @@ def test_the_plan_is_what_sessions_take(path: Path, window: Any, options: dict[s
         for session in sessions:
             assert (session.n_ctx, session.chunk) == (p.n_ctx, p.chunk)
             assert session.kv_nbytes == p.kv_nbytes and session.nbytes == p.session_nbytes
-        assert p.total_nbytes == model.nbytes + sum(session.nbytes for session in sessions)
+        assert p.total_nbytes - p.shared_nbytes == model.nbytes + sum(session.nbytes for session in sessions)
         for session in sessions:
             session.close()
 
@@ -263,6 +263,7 @@ def test_the_table(command: Command, model: Model, path: Path) -> None:
     assert table.pop("weights and 2 sessions") == p.total_nbytes
     assert table.pop("one session") == p.session_nbytes
     assert table.pop("weights") == p.weight_nbytes == model.nbytes
+    assert table.pop("shared by all sessions") == p.shared_nbytes > 4 * 64 * 9
     for label, rows in [
         ("int8", p.kv_nbytes),
         ("f16", p.f16.kv_nbytes),

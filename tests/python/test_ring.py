@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from random_llama import Array, Shape, random_weights, worst
 from ring_reference import Ring, ring_logits, ring_run
-from ring_sessions import Slots, fed, open_model, open_session, recorded, text, write
+from ring_sessions import Slots, cached, fed, open_model, open_session, recorded, text, write
 
 #: Largest difference over largest logit. The float32 of ringlm stays below 4e-6 in these models.
 TOLERANCE = 2e-5
@@ -123,6 +123,19 @@ def test_a_wrong_definition_would_be_noticed(wrong: Ring) -> None:
     assert worst(ring_logits(SMALL, weights, tokens, wrong), right) > 1000 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_f16_logits_equal_the_oracle(tmp_path: Path, name: str) -> None:
+    """From the same stored rows: a value that float32 rounds to the other side is no error of the ring."""
+    case = CASES[name]
+    weights, tokens = write(tmp_path / "m.gguf", case.shape), text(case.length)
+    ring = replace(case.ring, kv="f16")
+    shortest = min(ring.moving(w) for w in case.shape.windows or (0,))
+    session = open_session(open_model(tmp_path / "m.gguf", case.shape), ring, case.chunk)
+    found = recorded(session, case.shape, tokens, min(shortest, 23))
+    expected = ring_run(case.shape, weights, tokens.tolist(), ring, given=found.rows)
+    assert worst(found.logits, expected.logits) < TOLERANCE
+
+
 @pytest.mark.parametrize("kv", ["f16", ("f16", "f32"), ("f32", "f16")], ids=str)
 def test_f16_rows_are_rounded_to_nearest(tmp_path: Path, kv: str | tuple[str, str]) -> None:
     shape, ring = windows(16, 0, 0), Ring(60, 4, kv)
@@ -199,6 +212,14 @@ def test_a_row_is_the_same_from_its_step_until_it_leaves(tmp_path: Path, kv: str
     in_pieces = recorded(open_session(model, ring, 7), MIXED, tokens, 10)
     for a, b in [(one_by_one.rows.k, in_pieces.rows.k), (one_by_one.rows.v, in_pieces.rows.v)]:
         np.testing.assert_array_equal(np.array(a), np.array(b))
+    # Also those that are out of sight and still there: going back brings them into view.
+    session = open_session(model, ring, 7)
+    kept = recorded(session, MIXED, tokens, 10).rows
+    session.rewind(7)
+    for layer, heads in enumerate(cached(session, MIXED)):
+        for head, (positions, k, v) in enumerate(heads):
+            np.testing.assert_array_equal(k, kept.k[layer][positions, head])
+            np.testing.assert_array_equal(v, kept.v[layer][positions, head])
 
 
 def test_recorded_notices_a_row_that_changes(tmp_path: Path) -> None:

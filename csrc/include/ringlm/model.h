@@ -33,6 +33,8 @@ class Model {
   const Config& config() const noexcept;
   std::span<const std::filesystem::path> paths() const noexcept;  // the file, or all shards
   std::size_t weight_bytes() const noexcept;  // of the bound tensors, as they lie in the file
+  std::size_t shared_bytes()
+      const noexcept;  // taken besides: float32 copies of vectors, scratch of the threads
   int n_threads() const noexcept;
   std::string backend() const;  // "reference", or the instruction set: "generic", "avx2", "avx512", "neon"
 

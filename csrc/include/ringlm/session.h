@@ -119,8 +119,9 @@ class Session {
   // An independent copy, with everything but a cancel and a trace. Throws as the constructor does.
   std::unique_ptr<Session> fork() const;
 
-  // The options, position, ids, logits and the rows that the next query sees, in position order, as
-  // consecutive pieces. What `write` throws ends it.
+  // The options, position, ids, logits and the rows that the next query sees (of a session that does not
+  // slide and has no windows, all of them), in position order, as consecutive pieces. What `write` throws
+  // ends it.
   using Write = std::function<void(std::span<const std::byte>)>;
   void save(const Write& write) const;
 
@@ -147,11 +148,12 @@ class Session {
   void close();
   bool closed() const noexcept;
 
-  std::int64_t position() const noexcept;    // tokens fed so far
-  std::int64_t visible() const noexcept;     // tokens that the last one saw, in the layers that see most
-  std::vector<std::int32_t> tokens() const;  // ids of those still there: the pinned ones, then the others
-  std::int64_t slots() const noexcept;       // rows per KV head of these layers
-  SessionPlan plan() const;                  // what it took when it opened
+  std::int64_t position() const noexcept;  // tokens fed so far
+  std::int64_t visible() const noexcept;   // tokens that the last one saw, in the layers that see most
+  std::vector<std::int32_t> tokens()
+      const;                            // their ids as far as they are there: pinned ones, then the others
+  std::int64_t slots() const noexcept;  // rows per KV head of these layers
+  SessionPlan plan() const;             // what it took when it opened
   std::int64_t n_ctx() const noexcept;
   std::int32_t chunk() const noexcept;
   std::int64_t pinned() const noexcept;

@@ -39,7 +39,7 @@ def perplexity_command(
 
     def progress(done: int, total: int, so_far: float) -> None:
         left = (time.monotonic() - began) / done * (total - done)
-        status.show(f"window {done} of {total}, perplexity {so_far:.4f}, {left:.0f} s left")
+        status.show(f"part {done} of {total}, perplexity {so_far:.4f}, {left:.0f} s left")
 
     with opt.opened(name, threads, backend, window) as model:
         status.show("reading the text")

@@ -70,6 +70,7 @@ def _lines(p: Plan, whose_memory: str) -> Iterator[str]:
     yield f"session      {_count(p.n_ctx, 'token')}, {p.pinned} pinned, chunk {p.chunk}, K/V {_formats(p)}"
     yield ""
     yield _row("weights", p.weight_nbytes)
+    yield _row("shared by all sessions", p.shared_nbytes)
     for kind in p.kinds:
         yield _row(_kind(kind), kind.nbytes)
     yield _row("activations", p.activation_nbytes)
