@@ -206,11 +206,8 @@ class CpuOps final : public Ops {
                    std::int32_t head, const kv::Tile& tile, Partial* parts, float* sums) {
     const kv::Cache& cache = *s.rows[m].kv;
     const kv::Ring& ring = cache.ring(layer);
-    const std::int64_t length = cache.layout().epoch();
     const std::int64_t slot = ring.slot(tile.first);
-    const int epoch = tile.pinned                                          ? kOfPinned
-                      : tile.first / length == s.rows[m].position / length ? kOwn
-                                                                           : kPrevious;
+    const Epoch epoch = epoch_of(cache.layout(), tile.first, s.rows[m].position, tile.pinned);
     const std::size_t q_head = m * size(c.n_head) + size(head) * size(c.group());
     const cpu::TileArgs args{
         (tile.pinned ? s.a.q_pinned : s.a.q).data() + q_head * size(c.head_dim),

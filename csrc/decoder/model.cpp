@@ -72,14 +72,10 @@ const Config& Model::config() const noexcept { return parts_->config; }
 std::span<const std::filesystem::path> Model::paths() const noexcept { return parts_->file.paths(); }
 std::size_t Model::weight_bytes() const noexcept { return parts_->weights.nbytes; }
 std::size_t Model::shared_bytes() const noexcept {
-  std::size_t floats = parts_->weights.output_norm.size() + parts_->weights.rope_freq_factors.size();
-  for (const LayerWeights& w : parts_->weights.layers) {
-    for (const Vector* v : {&w.attn_norm, &w.q_bias, &w.k_bias, &w.v_bias, &w.out_bias, &w.ffn_norm,
-                            &w.gate_bias, &w.up_bias, &w.down_bias}) {
-      floats += v->size();
-    }
-  }
-  return floats * sizeof(float) + parts_->ops->scratch_bytes();
+  const Weights& w = parts_->weights;
+  std::size_t bytes = (w.output_norm.size() + w.rope_freq_factors.size()) * sizeof(float);
+  for (const LayerWeights& layer : w.layers) bytes += layer.vector_bytes();
+  return bytes + parts_->ops->scratch_bytes();
 }
 int Model::n_threads() const noexcept { return parts_->ops->n_threads(); }
 std::string Model::backend() const { return parts_->ops->name(); }

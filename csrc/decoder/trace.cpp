@@ -68,17 +68,13 @@ void Measurement::add_to(Trace& trace, bool prefill, const Weights& w, std::span
 }
 
 std::size_t weight_bytes(const Weights& w, std::span<const Row> rows) {
-  const auto floats = [](const Vector& v) { return v.size() * sizeof(float); };
   std::size_t sum = rows.size() * w.token_embd.row_bytes;
   for (const LayerWeights& l : w.layers) {
     for (const Matrix* m : {&l.q, &l.k, &l.v, &l.out, &l.gate, &l.up, &l.down}) sum += m->data.size();
-    for (const Vector* v : {&l.attn_norm, &l.q_bias, &l.k_bias, &l.v_bias, &l.out_bias, &l.ffn_norm,
-                            &l.gate_bias, &l.up_bias, &l.down_bias}) {
-      sum += floats(*v);
-    }
+    sum += l.vector_bytes();
   }
   const bool head = std::any_of(rows.begin(), rows.end(), [](const Row& r) { return r.logits != nullptr; });
-  return head ? sum + floats(w.output_norm) + w.head.data.size() : sum;
+  return head ? sum + w.output_norm.size() * sizeof(float) + w.head.data.size() : sum;
 }
 
 std::size_t kv_bytes(std::span<const Row> rows) {

@@ -36,6 +36,16 @@ struct LayerWeights {
   Vector gate_bias, up_bias;      // [n_ff] or empty
   Matrix down;                    // [n_embd, n_ff]
   Vector down_bias;               // [n_embd] or empty
+
+  // Bytes of the vectors, which are float32 here whatever the file has.
+  std::size_t vector_bytes() const {
+    std::size_t floats = 0;
+    for (const Vector* vector :
+         {&attn_norm, &q_bias, &k_bias, &v_bias, &out_bias, &ffn_norm, &gate_bias, &up_bias, &down_bias}) {
+      floats += vector->size();
+    }
+    return floats * sizeof(float);
+  }
 };
 
 struct Weights {

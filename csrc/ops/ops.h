@@ -98,6 +98,11 @@ inline bool centred(const LayerWeights& w, const kv::Cache& cache) {
   return !w.k_bias.empty() && cache.layout().k_format == KvFormat::Int8;
 }
 
+// The epoch of the key at t, for a query at p that sees it.
+inline Epoch epoch_of(const kv::Layout& l, std::int64_t t, std::int64_t p, bool pinned) {
+  return pinned ? kOfPinned : t / l.epoch() == p / l.epoch() ? kOwn : kPrevious;
+}
+
 // c_e of KV head `head`. out [head_dim], table [rope_dims] of row m and epoch e.
 inline void centre(const Config& c, const LayerWeights& w, std::int32_t head, std::span<const float> table,
                    std::span<float> out) {

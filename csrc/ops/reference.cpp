@@ -121,7 +121,7 @@ class ReferenceOps final : public Ops {
     for (std::size_t m = 0; m < s.rows.size(); ++m) {
       const kv::Cache& cache = *s.rows[m].kv;
       const kv::Ring& ring = cache.ring(layer);
-      const std::int64_t p = s.rows[m].position, length = cache.layout().epoch();
+      const std::int64_t p = s.rows[m].position;
       visible.clear();
       for (std::int64_t t = 0; t < std::min(ring.pinned, p + 1); ++t) visible.push_back(t);
       for (std::int64_t t = ring.oldest(p); t <= p; ++t) visible.push_back(t);
@@ -137,9 +137,7 @@ class ReferenceOps final : public Ops {
           const bool pinned = t < ring.pinned;
           kv::load_row(k, ring.slot(t), row.data(), c.head_dim);
           double product = dot(pinned ? second : q, row);
-          if (centred(w, cache)) {
-            product += offsets[pinned ? kOfPinned : t / length == p / length ? kOwn : kPrevious];
-          }
+          if (centred(w, cache)) product += offsets[epoch_of(cache.layout(), t, p, pinned)];
           score.push_back(product * scale);
         }
         const double largest = *std::max_element(score.begin(), score.end());
