@@ -40,7 +40,8 @@ std::vector<const Kernels*> runnable_kernels() {
   std::vector<const Kernels*> sets;
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vnni")) {
     sets.push_back(&kAvx512);
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) sets.push_back(&kAvx2);
