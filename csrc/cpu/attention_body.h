@@ -2,8 +2,8 @@
 //
 // A tile of keys is turned over, so that a lane is a key and a score is a sum over the head's elements in
 // their order: for one query (decode) and for many (prefill) the same. INT8 keys are multiplied as integers,
-// with queries in 16 bits as two signed digits. For values a lane is an element of the head, and positions
-// are added in their order; INT8 values are multiplied as integers too, with weights in 16 bits as two
+// with queries in 24 bits as three signed digits. For values a lane is an element of the head, and positions
+// are added in their order; INT8 values are multiplied as integers too, with weights in 24 bits as three
 // unsigned digits and one scale per tile and query.
 #pragma once
 
@@ -63,13 +63,13 @@ void in_blocks(int n, F f) {
 // The parts of a thread's workspace (kernels.h: workspace_floats()).
 struct Workspace {
   std::int64_t width;
-  float* queries;        // [n, width]; of INT8 keys two planes of digits, [n, width] bytes each
+  float* queries;        // [n, width]; of INT8 keys three planes of digits, [n, width] bytes each
   float* staged;         // [kTile, width]: a tile of keys or of values
   float* scores;         // [n, kSpan], then the weights
-  std::uint8_t* digits;  // [n, 2, kTile] of a tile's weights
+  std::uint8_t* digits;  // [n, 3, kTile] of a tile's weights
   float* query_scales;   // [n]
   float* weight_scales;  // [n]
-  float* biases;         // [n] integers: what the zero of the codes adds to a product
+  std::int32_t* biases;  // [n, 2]: what the zero of the codes adds to the products with a query
 
   Workspace(float* memory, std::int32_t head_dim, std::int32_t n) : width(state_width(head_dim)) {
     const auto take = [&](std::int64_t floats) {
@@ -80,45 +80,56 @@ struct Workspace {
     queries = take(n * width);
     staged = take(kTile * width);
     scores = take(std::int64_t{n} * kSpan);
-    digits = reinterpret_cast<std::uint8_t*>(take(std::int64_t{n} * kTile / 2));
+    digits = reinterpret_cast<std::uint8_t*>(take(std::int64_t{n} * kTile * 3 / 4));
     query_scales = take(n);
     weight_scales = take(n);
-    biases = take(n);
+    biases = reinterpret_cast<std::int32_t*>(take(2 * n));
   }
 
-  std::int8_t* high(std::int32_t i) const { return reinterpret_cast<std::int8_t*>(queries) + i * width; }
-  std::int8_t* low(std::int32_t i, std::int32_t n) const { return high(n + i); }
+  std::uint8_t* digits_of(int plane, std::int32_t i, std::int32_t n) const {
+    return reinterpret_cast<std::uint8_t*>(queries) + (plane * n + i) * width;
+  }
 };
 
-// q = scale * integers of 16 bits.
+std::int32_t reduce_add(i32x16 a) {
+  std::int32_t t[kLanes], sum = 0;
+  store_i32(t, a);
+  for (const std::int32_t x : t) sum += x;
+  return sum;
+}
+
+// q = scale * integers of 24 bits, in three signed digits. The upper two belong together: products with them
+// are summed in 32 bits, so they are not larger than what d codes leave room for.
 void quantize_query(const float* q, std::int32_t d, float scale, const Workspace& w, std::int32_t i,
                     std::int32_t n) {
-  // Up to 127 * 256 + 127, and no more than what lets the product with d codes fit 32 bits.
-  const std::int32_t fits = 0x7fffffff / 128 / d;
-  const auto most = static_cast<float>(fits < 32639 ? fits : 32639);
-  float largest = 0.0f, poison = 0.0f;  // the latter is NaN where an element is not finite
-  for (std::int32_t j = 0; j < d; ++j) {
-    const float magnitude = q[j] < 0.0f ? -q[j] : q[j];
-    largest = magnitude > largest ? magnitude : largest;
-    poison += 0.0f * q[j];
+  const std::int32_t fits = 0x7fffffff / kv::kCodeZero / d;
+  const float most = 256.0f * static_cast<float>(fits < 32639 ? fits : 32639);
+  float* x = w.staged;  // padded with zeros
+  std::memcpy(x, q, static_cast<std::size_t>(d) * sizeof(float));
+  std::memset(x + d, 0, static_cast<std::size_t>(w.width - d) * sizeof(float));
+  f32x16 high = set1(0.0f), low = high, poison = high;  // the last is NaN where an element is not finite
+  for (std::int32_t j = 0; j < w.width; j += kLanes) {
+    const f32x16 xj = load(x + j);
+    high = larger(high, xj);
+    low = larger(low, set1(0.0f) - xj);
+    poison = fma(xj, set1(0.0f), poison);
   }
+  const float largest = reduce_max(larger(high, low));
   const float step = largest / most;
-  const float inverse = step > 0.0f && step <= __FLT_MAX__ ? 1.0f / step : 0.0f;
-  std::int8_t *high = w.high(i), *low = w.low(i, n);
-  std::int32_t sum = 0;
-  for (std::int32_t j = 0; j < w.width; ++j) {
-    float x = j < d ? kv::round_to_even(q[j] * inverse) : 0.0f;
-    x = x >= -most ? x : -most;
-    x = x <= most ? x : most;
-    const auto code = static_cast<std::int32_t>(x);
-    const std::int32_t h = (code + 128) >> 8;
-    high[j] = static_cast<std::int8_t>(h);
-    low[j] = static_cast<std::int8_t>(code - 256 * h);
-    sum += code;
+  const f32x16 inverse = set1(largest > 1e-30f && largest <= __FLT_MAX__ ? most / largest : 0.0f);
+  i32x16 upper_sum = set1_i32(0), lower_sum = upper_sum;
+  for (std::int32_t j = 0; j < w.width; j += kLanes) {
+    const i32x16 code = round_i32(load(x + j) * inverse);
+    const i32x16 upper = over_256(code + set1_i32(128));
+    store_low_bytes(w.digits_of(0, i, n) + j, over_256(upper + set1_i32(128)));
+    store_low_bytes(w.digits_of(1, i, n) + j, upper);
+    store_low_bytes(w.digits_of(2, i, n) + j, code);
+    upper_sum = upper_sum + upper;
+    lower_sum = lower_sum + (code - times_256(upper));
   }
-  w.query_scales[i] = step * scale + poison;
-  const std::int32_t bias = sum * kv::kCodeZero;
-  std::memcpy(w.biases + i, &bias, sizeof bias);
+  w.query_scales[i] = step * scale + reduce_add(poison);
+  w.biases[2 * i] = reduce_add(upper_sum) * kv::kCodeZero;
+  w.biases[2 * i + 1] = reduce_add(lower_sum) * kv::kCodeZero;
 }
 
 void prepare_queries(const QueryArgs& a, float* memory) {
@@ -307,13 +318,11 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
   constexpr int V = key_vectors(R);
   const std::int32_t groups = (a.head_dim + 3) / 4;
   for (int v = vectors.begin / V * V; v < vectors.end; v += V) {
-    i32x16 acc[R][V];
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < V; ++j) acc[r][j] = set1_i32(0);
-    }
     const float* keys = w.staged + v * kLanes;
-    for (const bool high : {true, false}) {
-      const std::int8_t* digits = high ? w.high(first) : w.low(first, a.n);
+    i32x16 acc[R][V];
+    f32x16 upper[R][V];
+    const auto add_digit = [&](int plane) {
+      const std::uint8_t* digits = w.digits_of(plane, first, a.n);
       for (std::int32_t i = 0; i < groups; ++i) {
         i32x16 k[V];
         for (int j = 0; j < V; ++j) k[j] = load_i32(keys + i * kTile + j * kLanes);
@@ -323,19 +332,29 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
           for (int j = 0; j < V; ++j) acc[r][j] = dot4(acc[r][j], k[j], set1_i32(four));
         }
       }
-      if (!high) break;
-      for (int r = 0; r < R; ++r) {
-        for (int j = 0; j < V; ++j) acc[r][j] = times_256(acc[r][j]);
+    };
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < V; ++j) acc[r][j] = set1_i32(0);
+    }
+    add_digit(0);
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < V; ++j) acc[r][j] = times_256(acc[r][j]);
+    }
+    add_digit(1);
+    for (int r = 0; r < R; ++r) {
+      const std::int32_t* bias = w.biases + 2 * (first + r);
+      for (int j = 0; j < V; ++j) {
+        upper[r][j] = to_f32(acc[r][j] - set1_i32(bias[0]));
+        acc[r][j] = set1_i32(-bias[1]);
       }
     }
+    add_digit(2);
     for (int r = 0; r < R; ++r) {
-      std::int32_t bias;
-      std::memcpy(&bias, w.biases + first + r, sizeof bias);
       const f32x16 scale = set1(w.query_scales[first + r]);
       const float offset = a.offsets ? a.offsets[tile * a.n + first + r] * a.scale : 0.0f;
       float* out = w.scores + static_cast<std::int64_t>(first + r) * kSpan + tile * kTile + v * kLanes;
       for (int j = 0; j < V; ++j) {
-        const f32x16 product = to_f32(acc[r][j] - set1_i32(bias));
+        const f32x16 product = fma(upper[r][j], set1(256.0f), to_f32(acc[r][j]));
         store(out + j * kLanes, fma(product, scale * load(scales + (v + j) * kLanes), set1(offset)));
       }
     }
@@ -488,9 +507,9 @@ void weigh_staged(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
   });
 }
 
-// Weights times the scales of the rows, as integers of 16 bits in two digits: w.digits, w.weight_scales.
+// Weights times the scales of the rows, as integers of 24 bits in three digits: w.digits, w.weight_scales.
 void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, const float (&scales)[kTile]) {
-  constexpr float kMost = 65535.0f;
+  constexpr float kMost = 16777000.0f;  // below 2^24 however the products are rounded
   const float* weights = w.scores + static_cast<std::int64_t>(i) * kSpan + tile * kTile;
   f32x16 scaled[kVectors];
   f32x16 most = set1(0.0f);
@@ -501,11 +520,12 @@ void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, con
   const float largest = reduce_max(most);
   // Below that no weight matters, and its inverse would overflow.
   const f32x16 inverse = set1(largest > 1e-30f ? kMost / largest : 0.0f);
-  std::uint8_t* digits = w.digits + std::int64_t{i} * 2 * kTile;
+  std::uint8_t* digits = w.digits + std::int64_t{i} * 3 * kTile;
   for (int v = 0; v < kVectors; ++v) {
-    const i32x16 code = round_i32(scaled[v] * inverse);
-    store_low_bytes(digits + v * kLanes, over_256(code));
-    store_low_bytes(digits + kTile + v * kLanes, code);
+    const i32x16 code = round_i32(scaled[v] * inverse), upper = over_256(code);
+    store_low_bytes(digits + v * kLanes, over_256(upper));
+    store_low_bytes(digits + kTile + v * kLanes, upper);
+    store_low_bytes(digits + 2 * kTile + v * kLanes, code);
   }
   w.weight_scales[i] = largest > 1e-30f ? largest / kMost : 0.0f;
 }
@@ -513,34 +533,44 @@ void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, con
 template <int R>
 void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t vectors, Range fours, float* sums) {
   constexpr int D = kElementVectors;
-  const std::uint8_t* digits = w.digits + std::int64_t{first} * 2 * kTile;
   for (std::int32_t v = 0; v < vectors; v += D) {
     i32x16 acc[R][D];
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < D; ++j) acc[r][j] = set1_i32(0);
-    }
-    for (int digit = 0; digit < 2; ++digit) {
+    const auto clear = [&] {
+      for (int r = 0; r < R; ++r) {
+        for (int j = 0; j < D; ++j) acc[r][j] = set1_i32(0);
+      }
+    };
+    const auto add_digit = [&](int plane) {
+      const std::uint8_t* digits = w.digits + (3 * first + plane) * kTile;
       for (std::int32_t t = fours.begin; t < fours.end; ++t) {
         i32x16 codes[D];
         for (int j = 0; j < D; ++j) codes[j] = load_i32(w.staged + t * w.width + (v + j) * kLanes);
         for (int r = 0; r < R; ++r) {
           std::int32_t four;
-          std::memcpy(&four, digits + (2 * r + digit) * kTile + 4 * t, sizeof four);
+          std::memcpy(&four, digits + 3 * r * kTile + 4 * t, sizeof four);
           for (int j = 0; j < D; ++j) acc[r][j] = dot4(acc[r][j], set1_i32(four), codes[j]);
         }
       }
-      if (digit == 1) break;
+    };
+    const auto put = [&](float times) {
       for (int r = 0; r < R; ++r) {
-        for (int j = 0; j < D; ++j) acc[r][j] = times_256(acc[r][j]);
+        const f32x16 scale = set1(w.weight_scales[first + r] * times);
+        for (int j = 0; j < D; ++j) {
+          float* sum = sums + (first + r) * w.width + (v + j) * kLanes;
+          store(sum, fma(to_f32(acc[r][j]), scale, load(sum)));
+        }
       }
-    }
+    };
+    clear();
+    add_digit(2);
+    put(1.0f);
+    clear();
+    add_digit(0);
     for (int r = 0; r < R; ++r) {
-      const f32x16 scale = set1(w.weight_scales[first + r]);
-      for (int j = 0; j < D; ++j) {
-        float* sum = sums + (first + r) * w.width + (v + j) * kLanes;
-        store(sum, fma(to_f32(acc[r][j]), scale, load(sum)));
-      }
+      for (int j = 0; j < D; ++j) acc[r][j] = times_256(acc[r][j]);
     }
+    add_digit(1);
+    put(256.0f);
   }
 }
 

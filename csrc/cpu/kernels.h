@@ -115,10 +115,10 @@ constexpr std::size_t matmul_scratch(std::int32_t cols) {
 }
 
 // Queries and a tile of keys or values; per query the scores of a span, the weights of a tile as bytes, and
-// three numbers.
+// four numbers.
 constexpr std::size_t workspace_floats(std::int32_t head_dim, std::int32_t n) {
   const auto width = static_cast<std::size_t>(state_width(head_dim)), queries = static_cast<std::size_t>(n);
-  const std::size_t floats = (queries + kTile) * width + queries * (kSpan + kTile / 2 + 3);
+  const std::size_t floats = (queries + kTile) * width + queries * (kSpan + kTile * 3 / 4 + 4);
   return (floats + 15) / 16 * 16;
 }
 

@@ -489,7 +489,6 @@ void check_attention(const Kernels& k, const Attention& a) {
   CAPTURE(a.shift);
   CAPTURE(static_cast<int>(a.k_format));
   CAPTURE(static_cast<int>(a.v_format));
-  const bool integers = a.k_format == KvFormat::Int8 || a.v_format == KvFormat::Int8;
   const std::vector<float> found = a.run(k);
   const std::vector<double> expected = a.expected();
   double worst = 0.0;
@@ -497,7 +496,7 @@ void check_attention(const Kernels& k, const Attention& a) {
     const double error = std::fabs(static_cast<double>(found[i]) - expected[i]);
     worst = error <= worst ? worst : error;  // NaN too
   }
-  REQUIRE(worst < (integers ? 6e-5 : 3e-6));
+  REQUIRE(worst < 3e-6);
   // Bit for bit the same however queries are put together.
   for (const std::int32_t block : {1, 2, 5}) {
     if (block < a.tokens) REQUIRE(same_bits(a.run(k, block), found));
