@@ -196,11 +196,17 @@ void Attention::split(Team& team, const Task& row) {
   team.run([&](int thread) {
     const Memory m = memory(thread, group);
     Task task = row;
+    bool pinned = false;
+    task.head = -1;
     for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_spans * row.c.n_head_kv;) {
       const std::int64_t span = i % n_spans;
-      task.head = static_cast<std::int32_t>(i / n_spans);
-      const std::int64_t state = span * n_head + task.head * group;
-      task.prepare(k_, row.spans()[span].pinned, m.workspace);
+      const auto head = static_cast<std::int32_t>(i / n_spans);
+      if (head != task.head || row.spans()[span].pinned != pinned) {
+        task.head = head;
+        pinned = row.spans()[span].pinned;
+        task.prepare(k_, pinned, m.workspace);
+      }
+      const std::int64_t state = span * n_head + head * group;
       attend_span(task, span, m, parts + state, sums + state * width);
     }
     team.barrier();

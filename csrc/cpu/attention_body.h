@@ -147,40 +147,64 @@ void prepare_queries(const QueryArgs& a, float* memory) {
   }
 }
 
+// Rows that lie one behind the other, or anywhere.
+struct Strided {
+  const std::uint8_t* first;
+  std::int64_t bytes;
+  const std::uint8_t* operator()(std::int64_t i) const { return first + i * bytes; }
+  Strided from(std::int64_t i) const { return {first + i * bytes, bytes}; }
+};
+struct Listed {
+  const std::uint8_t* const* rows;
+  const std::uint8_t* operator()(std::int64_t i) const { return rows[i]; }
+  Listed from(std::int64_t i) const { return {rows + i}; }
+};
+
 // The slots of a tile's positions. Those that no query sees borrow a slot that one does.
 struct Slots {
-  std::int64_t of[kTile];
+  bool consecutive;
+  std::int64_t of[kTile];  // only of[0] where they are consecutive
   Slots(const SpanArgs& a, std::int32_t tile) {
     const std::int64_t shift = a.slot - a.all.begin, wrapped = a.wrapped - a.wrap;
-    for (std::int32_t t = 0; t < kTile; ++t) {
-      std::int32_t p = tile * kTile + t;
+    const std::int32_t begin = tile * kTile, end = begin + kTile;
+    consecutive = begin >= a.all.begin && end <= a.all.end && (a.wrap <= begin || a.wrap >= end);
+    for (std::int32_t t = 0; t < (consecutive ? 1 : kTile); ++t) {
+      std::int32_t p = begin + t;
       p = p < a.all.begin ? a.all.begin : p;
       p = p >= a.all.end ? a.all.end - 1 : p;
       of[t] = p + (p < a.wrap ? shift : wrapped);
     }
   }
+  // f(the tile's rows), each of so many bytes.
+  template <class F>
+  void rows(const std::uint8_t* data, std::int64_t bytes, F f) const {
+    if (consecutive) return f(Strided{data + of[0] * bytes, bytes});
+    const std::uint8_t* list[kTile];
+    for (int t = 0; t < kTile; ++t) list[t] = data + of[t] * bytes;
+    f(Listed{list});
+  }
 };
 
 // Scales of a tile's rows.
 void load_scales(const kv::Rows& rows, const Slots& slots, float (&scales)[kTile]) {
-  if (slots.of[kTile - 1] - slots.of[0] == kTile - 1) {  // slots never repeat in a row, so none is borrowed
-    for (int t = 0; t < kTile; t += kLanes) store(scales + t, load_f16(rows.scales + 2 * (slots.of[0] + t)));
-    return;
+  for (int t = 0; t < kTile; t += slots.consecutive ? kLanes : 1) {
+    if (slots.consecutive) {
+      store(scales + t, load_f16(rows.scales + 2 * (slots.of[0] + t)));
+    } else {
+      scales[t] = blocks::f16_at(rows.scales + 2 * slots.of[t]);
+    }
   }
-  for (int t = 0; t < kTile; ++t) scales[t] = blocks::f16_at(rows.scales + 2 * slots.of[t]);
 }
 
 // Columns of N rows from byte `at` on, padded with zeros.
 template <int N>
 struct Padded {
   std::uint8_t bytes[N][64] = {};
-  const std::uint8_t* rows[N];
-  Padded(const std::uint8_t* const* from, std::size_t at, std::size_t n) {
-    for (int i = 0; i < N; ++i) {
-      std::memcpy(bytes[i], from[i] + at, n);
-      rows[i] = bytes[i];
-    }
+  template <class Rows>
+  Padded(Rows row, std::int64_t at, std::int64_t n) {
+    for (int i = 0; i < N; ++i) std::memcpy(bytes[i], row(i) + at, static_cast<std::size_t>(n));
   }
+  Strided rows() const { return {bytes[0], 64}; }
 };
 
 // Elements of a stored or staged row as float32.
@@ -200,36 +224,35 @@ Range seen_vectors(Range seen, std::int32_t tile) {
 }
 
 // Keys of 32-bit elements (INT8: four codes) to staged [elements][kTile].
-void stage_keys_32(const std::uint8_t* const (&rows)[kTile], Range vectors, std::int64_t row_bytes,
-                   float* staged) {
+template <class Rows>
+void stage_keys_32(Rows rows, Range vectors, std::int64_t row_bytes, float* staged) {
   auto* out = reinterpret_cast<std::uint32_t*>(staged);
   for (int v = vectors.begin; v < vectors.end; ++v) {
+    const Rows sixteen = rows.from(v * kLanes);
     std::int64_t at = 0;
     for (; at + 64 <= row_bytes; at += 64) {
-      transpose(rows + v * kLanes, static_cast<std::size_t>(at), out + at / 4 * kTile + v * kLanes, kTile);
+      transpose(sixteen, static_cast<std::size_t>(at), out + at / 4 * kTile + v * kLanes, kTile);
     }
     if (at == row_bytes) continue;
-    const Padded<kLanes> rest(rows + v * kLanes, static_cast<std::size_t>(at),
-                              static_cast<std::size_t>(row_bytes - at));
-    transpose(rest.rows, 0, out + at / 4 * kTile + v * kLanes, kTile);
+    const Padded<kLanes> rest(sixteen, at, row_bytes - at);
+    transpose(rest.rows(), 0, out + at / 4 * kTile + v * kLanes, kTile);
   }
 }
 
 #if defined(__AVX512F__)
 // Keys of 16-bit elements to staged [elements][kTile], first as they are.
-void stage_keys_16(const std::uint8_t* const (&rows)[kTile], Range vectors, std::int64_t row_bytes,
-                   float* staged) {
+template <class Rows>
+void stage_keys_16(Rows rows, Range vectors, std::int64_t row_bytes, float* staged) {
   auto* out = reinterpret_cast<std::uint16_t*>(staged);
   for (int v = vectors.begin / 2 * 2; v < vectors.end; v += 2) {
+    const Rows thirty_two = rows.from(v * kLanes);
     std::int64_t at = 0;
     for (; at + 32 <= row_bytes; at += 32) {
-      transpose_u16(rows + v * kLanes, static_cast<std::size_t>(at), out + at / 2 * kTile + v * kLanes,
-                    kTile);
+      transpose_u16(thirty_two, static_cast<std::size_t>(at), out + at / 2 * kTile + v * kLanes, kTile);
     }
     if (at == row_bytes) continue;
-    const Padded<2 * kLanes> rest(rows + v * kLanes, static_cast<std::size_t>(at),
-                                  static_cast<std::size_t>(row_bytes - at));
-    transpose_u16(rest.rows, 0, out + at / 2 * kTile + v * kLanes, kTile);
+    const Padded<2 * kLanes> rest(thirty_two, at, row_bytes - at);
+    transpose_u16(rest.rows(), 0, out + at / 2 * kTile + v * kLanes, kTile);
   }
 }
 // Then as float32, in place from behind.
@@ -241,25 +264,24 @@ void widen_staged(float* staged, std::int64_t elements) {
 }
 using StagedF16 = ElementF16;
 #else
-void stage_keys_16(const std::uint8_t* const (&rows)[kTile], Range vectors, std::int64_t row_bytes,
-                   float* staged) {
+template <class Rows>
+void stage_keys_16(Rows rows, Range vectors, std::int64_t row_bytes, float* staged) {
   auto* out = reinterpret_cast<std::uint32_t*>(staged);
   for (int v = vectors.begin; v < vectors.end; ++v) {
     for (std::int64_t at = 0; at < row_bytes; at += 32) {
       const std::int64_t left = row_bytes - at;
-      const std::uint8_t* wide[kLanes];
-      float block[kLanes][kLanes];
+      float wide[kLanes][kLanes];
       for (int i = 0; i < kLanes; ++i) {
+        const std::uint8_t* halves = rows(v * kLanes + i) + at;
         std::uint8_t rest[32] = {};
-        const std::uint8_t* halves = rows[v * kLanes + i] + at;
         if (left < 32) {
           std::memcpy(rest, halves, static_cast<std::size_t>(left));
           halves = rest;
         }
-        store(block[i], load_f16(halves));
-        wide[i] = reinterpret_cast<const std::uint8_t*>(block[i]);
+        store(wide[i], load_f16(halves));
       }
-      transpose(wide, 0, out + at / 2 * kTile + v * kLanes, kTile);
+      const Strided block{reinterpret_cast<const std::uint8_t*>(wide[0]), sizeof wide[0]};
+      transpose(block, 0, out + at / 2 * kTile + v * kLanes, kTile);
     }
   }
 }
@@ -365,8 +387,6 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
 void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile) {
   const Slots slots(a, tile);
   const std::int64_t row_bytes = a.head_dim * static_cast<std::int64_t>(element_bytes(a.k.format));
-  const std::uint8_t* rows[kTile];
-  for (int t = 0; t < kTile; ++t) rows[t] = a.k.data + slots.of[t] * row_bytes;
   const Range vectors = seen_vectors(a.all, tile);
   const auto each = [&](auto score) {
     in_blocks(a.n, [&](auto count, std::int32_t first) {
@@ -377,16 +397,16 @@ void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile) {
   if (a.k.format == KvFormat::Int8) {
     float scales[kTile];
     load_scales(a.k, slots, scales);
-    stage_keys_32(rows, vectors, row_bytes, w.staged);
+    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged); });
     each([&](auto count, std::int32_t first, Range v) {
       score_codes<count.value>(a, w, scales, first, tile, v);
     });
     return;
   }
   if (a.k.format == KvFormat::F32) {
-    stage_keys_32(rows, vectors, row_bytes, w.staged);
+    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged); });
   } else {
-    stage_keys_16(rows, vectors, row_bytes, w.staged);
+    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_16(rows, vectors, row_bytes, w.staged); });
     if (a.n <= kBlock) {  // each is read once
       return each([&](auto count, std::int32_t first, Range v) {
         score_floats<count.value, StagedF16>(a, w, first, tile, v);
@@ -421,7 +441,7 @@ Partial softmax(float* scores, Range seen, Range filled) {
   const float largest = reduce_max(most);
   f32x16 total = zero;
   for (std::int32_t t = first; t < last; t += kLanes) {
-    const f32x16 weight = masked(t, exp(load(scores + t) - set1(largest)), 0.0f);
+    const f32x16 weight = masked(t, exp_negative(load(scores + t) - set1(largest)), 0.0f);
     total = total + weight;
     store(scores + t, weight);
   }
@@ -486,16 +506,18 @@ void weigh_staged(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
   const Range all = cut(a.all, tile);
   const std::int64_t row_bytes = a.head_dim * static_cast<std::int64_t>(Element::kBytes);
   const std::int64_t whole = a.head_dim / kLanes * kLanes;
-  for (std::int32_t t = all.begin; t < all.end; ++t) {
-    const std::uint8_t* row = a.v.data + slots.of[t - tile * kTile] * row_bytes;
-    float* out = w.staged + (t - tile * kTile) * w.width;
-    for (std::int64_t i = 0; i < whole; i += kLanes) store(out + i, Element::at(row + i * Element::kBytes));
-    if (whole == a.head_dim) continue;
-    std::uint8_t rest[64] = {};
-    std::memcpy(rest, row + whole * Element::kBytes,
-                static_cast<std::size_t>(row_bytes - whole * Element::kBytes));
-    store(out + whole, Element::at(rest));
-  }
+  slots.rows(a.v.data, row_bytes, [&](auto rows) {
+    for (std::int32_t t = all.begin - tile * kTile; t < all.end - tile * kTile; ++t) {
+      const std::uint8_t* row = rows(t);
+      float* out = w.staged + t * w.width;
+      for (std::int64_t i = 0; i < whole; i += kLanes) store(out + i, Element::at(row + i * Element::kBytes));
+      if (whole == a.head_dim) continue;
+      const std::int64_t at = whole * Element::kBytes;
+      std::uint8_t rest[64] = {};
+      std::memcpy(rest, row + at, static_cast<std::size_t>(row_bytes - at));
+      store(out + whole, Element::at(rest));
+    }
+  });
   in_blocks(a.n, [&](auto count, std::int32_t first) {
     const Range seen = cut(seen_by<count.value>(a.seen + first), tile);
     if (seen.begin >= seen.end) return;
@@ -583,17 +605,18 @@ void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
   const Range staged = in_fours(all);
   auto* out = reinterpret_cast<std::uint32_t*>(w.staged);
   constexpr std::uint32_t kFlip = 0x80808080u;  // codes become signed
-  for (std::int32_t t = staged.begin; t < staged.end; ++t) {
-    const std::uint8_t* rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = a.v.data + slots.of[4 * t + i] * a.head_dim;
-    std::int32_t at = 0;
-    for (; at + 64 <= a.head_dim; at += 64) {
-      interleave(rows, static_cast<std::size_t>(at), out + t * w.width + at, kFlip);
+  slots.rows(a.v.data, a.head_dim, [&](auto rows) {
+    for (std::int32_t t = staged.begin; t < staged.end; ++t) {
+      const auto four = rows.from(4 * t);
+      std::int32_t at = 0;
+      for (; at + 64 <= a.head_dim; at += 64) {
+        interleave(four, static_cast<std::size_t>(at), out + t * w.width + at, kFlip);
+      }
+      if (at == a.head_dim) continue;
+      const Padded<4> rest(four, at, a.head_dim - at);
+      interleave(rest.rows(), 0, out + t * w.width + at, kFlip);
     }
-    if (at == a.head_dim) continue;
-    const Padded<4> rest(rows, static_cast<std::size_t>(at), static_cast<std::size_t>(a.head_dim - at));
-    interleave(rest.rows, 0, out + t * w.width + at, kFlip);
-  }
+  });
   float scales[kTile];
   load_scales(a.v, slots, scales);
   in_blocks(a.n, [&](auto count, std::int32_t first) {
@@ -637,7 +660,7 @@ void attend_span(const SpanArgs& a, float* memory, Partial* parts, float* sums) 
 void merge(Partial& into, float* into_sum, const Partial& from, const float* from_sum, std::int32_t width) {
   const float largest = from.largest <= into.largest ? into.largest : from.largest;
   float weights[kLanes] = {into.largest - largest, from.largest - largest};
-  store(weights, exp(load(weights)));
+  store(weights, exp_negative(load(weights)));
   into.largest = largest;
   into.total = into.total * weights[0] + from.total * weights[1];
   const f32x16 a = set1(weights[0]), b = set1(weights[1]);

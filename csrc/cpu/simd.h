@@ -563,14 +563,33 @@ inline f32x16 keep(f32x16 a, int begin, int end, float other) {
 }
 #endif
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
-
-// Sixteen rows of sixteen 32-bit elements: element j of row i goes to out[j * stride + i].
+// x 2^n for integers n in [-126, 127]
 #if defined(__AVX512F__)
-inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint32_t* out,
-                      std::size_t stride) {
+inline f32x16 times_exp2(f32x16 x, f32x16 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+#else
+inline f32x16 times_exp2(f32x16 x, f32x16 n) { return x * exp2_integer(n); }
+#endif
+
+// e^x for x <= 0 as exp() has it, in fewer steps: e^r is 1 + a polynomial fitted for the least relative error
+// (2e-9) over |r| <= ln 2 / 2.
+inline f32x16 exp_negative(f32x16 x) {
+  const f32x16 big = set1(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for a fraction
+  x = at_least(x, set1(-87.0f));
+  const f32x16 n = fma(x, set1(1.44269504f), big) - big;
+  f32x16 r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  constexpr float coefficients[] = {0.008374196f, 0.041668005f, 0.1666643f, 0.49999994f, 1.0f, 1.0f};
+  f32x16 p = set1(0.0013843606f);
+  for (const float c : coefficients) p = fma(p, r, set1(c));
+  return times_exp2(p, n);
+}
+
+// Sixteen rows of sixteen 32-bit elements, row(i) + at: element j of row i goes to out[j * stride + i].
+#if defined(__AVX512F__)
+template <class Rows>
+inline void transpose(Rows row, std::size_t at, std::uint32_t* out, std::size_t stride) {
   __m512i a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + at);
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(row(i) + at);
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
     b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
@@ -594,13 +613,13 @@ inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint
   }
 }
 #elif defined(__AVX2__)
-inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint32_t* out,
-                      std::size_t stride) {
+template <class Rows>
+inline void transpose(Rows row, std::size_t at, std::uint32_t* out, std::size_t stride) {
   for (int r = 0; r < 16; r += 8) {
     for (int c = 0; c < 16; c += 8) {
       __m256i a[8], b[8];
       for (int i = 0; i < 8; ++i) {
-        a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r + i] + at + 4 * c));
+        a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row(r + i) + at + 4 * c));
       }
       for (int i = 0; i < 8; i += 2) {
         b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
@@ -624,12 +643,12 @@ inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint
   }
 }
 #elif defined(__aarch64__)
-inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint32_t* out,
-                      std::size_t stride) {
+template <class Rows>
+inline void transpose(Rows row, std::size_t at, std::uint32_t* out, std::size_t stride) {
   for (int r = 0; r < 16; r += 4) {
     for (int c = 0; c < 16; c += 4) {
       uint32x4_t a[4];
-      for (int i = 0; i < 4; ++i) a[i] = vreinterpretq_u32_u8(vld1q_u8(rows[r + i] + at + 4 * c));
+      for (int i = 0; i < 4; ++i) a[i] = vreinterpretq_u32_u8(vld1q_u8(row(r + i) + at + 4 * c));
       const uint32x4_t even = vtrn1q_u32(a[0], a[1]), odd = vtrn2q_u32(a[0], a[1]);
       const uint32x4_t even2 = vtrn1q_u32(a[2], a[3]), odd2 = vtrn2q_u32(a[2], a[3]);
       const auto put = [=](int j, uint32x2_t lo, uint32x2_t hi) {
@@ -643,25 +662,23 @@ inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint
   }
 }
 #else
-inline void transpose(const std::uint8_t* const* rows, std::size_t at, std::uint32_t* out,
-                      std::size_t stride) {
-  for (std::size_t i = 0; i < 16; ++i) {
-    for (std::size_t j = 0; j < 16; ++j) std::memcpy(out + j * stride + i, rows[i] + at + 4 * j, 4);
+template <class Rows>
+inline void transpose(Rows row, std::size_t at, std::uint32_t* out, std::size_t stride) {
+  for (int i = 0; i < 16; ++i) {
+    for (std::size_t j = 0; j < 16; ++j) std::memcpy(out + j * stride + i, row(i) + at + 4 * j, 4);
   }
 }
 #endif
 
 #if defined(__AVX512F__)
 // Thirty-two rows of sixteen 16-bit elements: element j of row i goes to out[j * stride + i].
-inline void transpose_u16(const std::uint8_t* const* rows, std::size_t at, std::uint16_t* out,
-                          std::size_t stride) {
-  const auto half = [=](int row) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row] + at));
-  };
+template <class Rows>
+inline void transpose_u16(Rows row, std::size_t at, std::uint16_t* out, std::size_t stride) {
+  const auto half = [=](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row(i) + at)); };
   __m512i a[16], b[16];
   for (int i = 0; i < 16; ++i) {
-    const int row = i < 8 ? i : i + 8;
-    a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(half(row)), half(row + 8), 1);
+    const int r = i < 8 ? i : i + 8;
+    a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(half(r)), half(r + 8), 1);
   }
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_epi16(a[i], a[i + 1]);
@@ -691,12 +708,12 @@ inline void transpose_u16(const std::uint8_t* const* rows, std::size_t at, std::
 // of every 64 elements are out of order: column 16 l + 4 j + e lies at 16 j + 4 l + e.
 #if defined(__AVX512F__)
 constexpr bool kLaced = true;
-inline void interleave(const std::uint8_t* const (&rows)[4], std::size_t at, std::uint32_t* out,
-                       std::uint32_t flip) {
-  const auto row = [&](int i) {
-    return _mm512_xor_si512(_mm512_loadu_si512(rows[i] + at), _mm512_set1_epi32(static_cast<int>(flip)));
+template <class Rows>
+inline void interleave(Rows row, std::size_t at, std::uint32_t* out, std::uint32_t flip) {
+  const auto flipped = [=](int i) {
+    return _mm512_xor_si512(_mm512_loadu_si512(row(i) + at), _mm512_set1_epi32(static_cast<int>(flip)));
   };
-  const __m512i r0 = row(0), r1 = row(1), r2 = row(2), r3 = row(3);
+  const __m512i r0 = flipped(0), r1 = flipped(1), r2 = flipped(2), r3 = flipped(3);
   const __m512i lo = _mm512_unpacklo_epi8(r0, r1), hi = _mm512_unpackhi_epi8(r0, r1);
   const __m512i lo2 = _mm512_unpacklo_epi8(r2, r3), hi2 = _mm512_unpackhi_epi8(r2, r3);
   _mm512_storeu_si512(out, _mm512_unpacklo_epi16(lo, lo2));
@@ -718,16 +735,16 @@ inline void unlace(float* x) {
 #else
 constexpr bool kLaced = false;
 inline void unlace(float*) {}
-inline void interleave(const std::uint8_t* const (&rows)[4], std::size_t at, std::uint32_t* out,
-                       std::uint32_t flip) {
+template <class Rows>
+inline void interleave(Rows row, std::size_t at, std::uint32_t* out, std::uint32_t flip) {
   for (std::size_t i = 0; i < 64; i += 16) {
     const std::size_t from = at + i;
 #if defined(__AVX2__)
-    const auto row = [&](int r) {
-      return _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + from)),
+    const auto flipped = [=](int r) {
+      return _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row(r) + from)),
                            _mm_set1_epi32(static_cast<int>(flip)));
     };
-    const __m128i r0 = row(0), r1 = row(1), r2 = row(2), r3 = row(3);
+    const __m128i r0 = flipped(0), r1 = flipped(1), r2 = flipped(2), r3 = flipped(3);
     const __m128i lo = _mm_unpacklo_epi8(r0, r1), hi = _mm_unpackhi_epi8(r0, r1);
     const __m128i lo2 = _mm_unpacklo_epi8(r2, r3), hi2 = _mm_unpackhi_epi8(r2, r3);
     auto* to = reinterpret_cast<__m128i*>(out + i);
@@ -738,15 +755,16 @@ inline void interleave(const std::uint8_t* const (&rows)[4], std::size_t at, std
 #elif defined(__aarch64__)
     const uint8x16_t sign = vreinterpretq_u8_u32(vdupq_n_u32(flip));
     uint8x16x4_t four;
-    for (int r = 0; r < 4; ++r) four.val[r] = veorq_u8(vld1q_u8(rows[r] + from), sign);
+    for (int r = 0; r < 4; ++r) four.val[r] = veorq_u8(vld1q_u8(row(r) + from), sign);
     vst4q_u8(reinterpret_cast<std::uint8_t*>(out + i), four);
 #else
     for (std::size_t j = 0; j < 16; ++j) {
       std::uint32_t element = 0;
-      for (std::uint32_t r = 0; r < 4; ++r) {
-        element |= static_cast<std::uint32_t>(rows[r][from + j]) << (8 * r);  // as a little-endian load would
+      for (int r = 0; r < 4; ++r) {
+        element |= static_cast<std::uint32_t>(row(r)[from + j]) << (8 * r);  // as a little-endian load would
       }
-      out[i + j] = element ^ flip;
+      element ^= flip;
+      std::memcpy(out + i + j, &element, sizeof element);
     }
 #endif
   }
