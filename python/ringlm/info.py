@@ -67,7 +67,7 @@ def _opened(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, int] | 
     import ringlm._core as core
 
     try:
-        model = core.Model(os.fspath(path), 1, "cpu")
+        model = core.Model(os.fspath(path), 1, "cpu", repack=False)
     except Error as e:
         return str(e), None
     try:
