@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from random_blocks import random_blocks
 
 Array = np.ndarray
 
@@ -123,31 +124,6 @@ def _enlarge_a_channel(s: Shape, w: dict[str, Array], p: str) -> None:
                 w[p + name + part].reshape(heads, s.dim, -1)[:, pair] *= factor
 
 
-def random_blocks(
-    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, rows: int, cols: int, scale: float = 0.02
-) -> Array:
-    """Raw blocks [rows, bytes] of a quantized type: every code random, scales around `scale`."""
-    block, size = gguf.GGML_QUANT_SIZES[qtype]
-    n = rows * cols // block
-    data = rng.integers(0, 256, (n, size), dtype=np.uint8)
-    # Where each type keeps its f16 scale (and minimum).
-    places = {
-        "Q4_0": [0],
-        "Q4_1": [0, 2],
-        "Q5_0": [0],
-        "Q5_1": [0, 2],
-        "Q8_0": [0],
-        "Q4_K": [0, 2],
-        "Q5_K": [0, 2],
-        "Q6_K": [208],
-    }
-    shrink = {"Q8_0": 16.0, "Q4_K": 32.0, "Q5_K": 64.0, "Q6_K": 512.0}.get(qtype.name, 1.0)
-    for at in places[qtype.name]:
-        d = (rng.uniform(-1.0, 1.0, n) * scale / shrink).astype(np.float16)
-        data[:, at : at + 2] = d.view(np.uint8).reshape(n, 2)
-    return data.reshape(rows, cols // block * size)
-
-
 def stored_as(
     name: str, array: Array, types: dict[str, str], rng: np.random.Generator
 ) -> tuple[Array, gguf.GGMLQuantizationType, Array]:
@@ -158,8 +134,8 @@ def stored_as(
     qtype = gguf.GGMLQuantizationType[wanted]
     if wanted == "F32":
         return array, qtype, array
-    if wanted in ("Q4_K", "Q5_K", "Q6_K"):  # the package reads these but cannot write them
-        raw = random_blocks(rng, qtype, *array.shape)
+    if "_K" in wanted or "IQ" in wanted:  # the package reads these but cannot write them
+        raw = random_blocks(rng, qtype, *array.shape, rms=float(array.std()))
     else:
         raw = gguf.quants.quantize(array, qtype)
     return raw, qtype, gguf.quants.dequantize(raw, qtype).reshape(array.shape).astype(np.float32)
