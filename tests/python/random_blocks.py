@@ -57,7 +57,8 @@ def random_blocks(rng: np.random.Generator, kind: Kind, rows: int, cols: int, rm
 def _blocks(rng: np.random.Generator, kind: Kind, rows: int, cols: int, d: float) -> Array:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     n = rows * cols // block
-    data = np.frombuffer(rng.bytes(n * size), np.uint8).reshape(n, size).copy()
+    words = rng.integers(0, 2**64, -(-n * size // 8), np.uint64)  # thrice as fast as drawing bytes
+    data = words.view(np.uint8)[: n * size].reshape(n, size)
     place, minimum_place, minimum = _FACTORS[kind.name]
     factor = d * rng.uniform(0.5, 1.5, n).astype(np.float32)
     if minimum_place is None:

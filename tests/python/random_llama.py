@@ -21,7 +21,7 @@ Attention = Callable[[int, Array, Array, Array], Array]
 
 @dataclass(frozen=True)
 class Shape:
-    """A small llama. `types` maps the end of a tensor name (or "default") to a GGUF type.
+    """A small llama. `types` maps the last parts of a tensor name (or "default") to a GGUF type.
 
     `windows` is what each layer sees, 0 for everything; none are in the file, `Model(window=...)` takes them.
     `slow_bias` adds a bias of norm 900 on so many of the slowest pairs to every K head of the layers
@@ -124,13 +124,16 @@ def _enlarge_a_channel(s: Shape, w: dict[str, Array], p: str) -> None:
                 w[p + name + part].reshape(heads, s.dim, -1)[:, pair] *= factor
 
 
+def type_of(name: str, types: dict[str, str]) -> str:
+    """The GGUF type of a matrix."""
+    return next((t for end, t in types.items() if f".{name}".endswith(f".{end}")), types["default"])
+
+
 def stored_as(
     name: str, array: Array, types: dict[str, str], rng: np.random.Generator
 ) -> tuple[Array, gguf.GGMLQuantizationType, Array]:
     """(bytes to write, their type, the float32 values that they mean)."""
-    wanted = next((t for end, t in types.items() if name.endswith(end)), types["default"])
-    if array.ndim == 1:
-        wanted = "F32"
+    wanted = "F32" if array.ndim == 1 else type_of(name, types)
     qtype = gguf.GGMLQuantizationType[wanted]
     if wanted == "F32":
         return array, qtype, array
@@ -141,9 +144,8 @@ def stored_as(
     return raw, qtype, gguf.quants.dequantize(raw, qtype).reshape(array.shape).astype(np.float32)
 
 
-def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> dict[str, Array]:
-    """Writes the model with extra metadata; returns the weights as the file means them."""
-    rng = np.random.default_rng(s.seed + 1)
+def writer_of(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> gguf.GGUFWriter:
+    """A writer that has the keys of a llama and extra ones, and no tensors yet."""
     w = gguf.GGUFWriter(path, "llama")
     w.add_context_length(s.n_ctx_train)
     w.add_embedding_length(s.n_embd)
@@ -163,6 +165,13 @@ def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None)
     for key, value in (metadata or {}).items():
         kinds = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string}
         (kinds | {list: w.add_array})[type(value)](key, value)
+    return w
+
+
+def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> dict[str, Array]:
+    """Writes the model with extra metadata; returns the weights as the file means them."""
+    rng = np.random.default_rng(s.seed + 1)
+    w = writer_of(path, s, metadata)
     meant = {}
     for name, array in random_weights(s).items():
         raw, qtype, meant[name] = stored_as(name, array, s.types, rng)

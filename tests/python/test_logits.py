@@ -75,6 +75,10 @@ def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
 
     every_type = {
         "token_embd.weight": "BF16",
+        "blk.0.attn_q.weight": "Q2_K",
+        "blk.0.attn_k.weight": "Q3_K",
+        "blk.0.ffn_gate.weight": "IQ4_NL",
+        "blk.0.attn_output.weight": "IQ4_XS",
         "attn_q.weight": "Q5_K",
         "attn_k.weight": "Q6_K",
         "attn_v.weight": "Q8_0",
