@@ -20,8 +20,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     ``supported`` tells whether ringlm can run it, and ``reason`` why not. ``kv_bytes_per_token`` is for keys
     and values of all layers together, by storage type, and so is ``kv_bytes``: of a session with the default
     options and ``n_ctx_default`` tokens where the model runs, else of so many tokens. ``fast`` tells of a
-    tensor type whether its matrix products have a fast CPU kernel. Sizes are bytes. Raises FileFormatError and
-    UnsupportedModelError where the file cannot be read at all.
+    tensor type whether its matrix products have a fast CPU kernel. Sizes are bytes. Raises FileFormatError
+    and UnsupportedModelError where the file cannot be read at all.
     """
     import ringlm._core as core
 
