@@ -226,6 +226,11 @@ std::vector<std::uint8_t> random_rows(DType type, std::int32_t rows, std::int32_
       put(at, random());
     } else if (type == DType::Q6_K) {
       put(at + 208, 0.001f * random());
+    } else if (type == DType::Q3_K) {
+      put(at + 108, 0.001f * random());
+    } else if (type == DType::Q2_K) {
+      put(at + 80, 0.02f * random());
+      put(at + 82, 0.02f * random());
     } else {
       put(at, 0.02f * random());
       if (type == DType::Q4_1 || type == DType::Q5_1 || type == DType::Q4_K || type == DType::Q5_K) {
@@ -303,10 +308,12 @@ TEST_CASE("matrix products of every type, in odd sizes") {
         }
       }
     }
-    for (const DType type : {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0}) {
+    for (const DType type :
+         {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::IQ4_NL}) {
       for (const std::int32_t cols : {32, 96}) check_matmul(k, type, 7, cols, 5);
     }
-    for (const DType type : {DType::Q4_K, DType::Q5_K, DType::Q6_K}) {
+    for (const DType type :
+         {DType::Q2_K, DType::Q3_K, DType::Q4_K, DType::Q5_K, DType::Q6_K, DType::IQ4_XS}) {
       for (const std::int32_t cols : {256, 512}) check_matmul(k, type, 7, cols, 5);
     }
   });
