@@ -81,8 +81,9 @@ class CpuOps final : public Ops {
   }
   bool packed() const override { return packed_; }
   std::size_t scratch_bytes() const override {
-    return (scratch_.size() + rotation_tables_.size()) * sizeof(float) + quantized_.size() * sizeof(ActBlock) +
-           parts_.size() * sizeof(Partial) + matrices_.size() * sizeof(MatrixView);
+    return (scratch_.size() + rotation_tables_.size()) * sizeof(float) +
+           quantized_.size() * sizeof(ActBlock) + parts_.size() * sizeof(Partial) +
+           matrices_.size() * sizeof(MatrixView);
   }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
@@ -103,7 +104,8 @@ class CpuOps final : public Ops {
     LocalClaims claims = claims_of(products, s.rows.size());
     team_.run([&](int thread) {
       const Input x = normed(c, w.attn_norm, s, products, thread);
-      for (std::int64_t begin, end; claims.take(thread, begin, end);) multiply(products, x, begin, end, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        multiply(products, x, begin, end, thread);
     });
   }
 
@@ -184,7 +186,8 @@ class CpuOps final : public Ops {
       for (std::int64_t begin, end; claims.take(thread, begin, end);) {
         multiply(gate, x, begin, end, thread);
         multiply(up, x, begin, end, thread);
-        const std::int64_t first = begin * cpu::kGroup, last = std::min<std::int64_t>(end * cpu::kGroup, c.n_ff);
+        const std::int64_t first = begin * cpu::kGroup,
+                           last = std::min<std::int64_t>(end * cpu::kGroup, c.n_ff);
         for (std::size_t m = 0; m < s.rows.size(); ++m) {
           const std::size_t at = m * size(c.n_ff) + size(first);
           k_.silu_mul(&s.a.gate[at], &s.a.up[at], last - first);
@@ -237,8 +240,8 @@ class CpuOps final : public Ops {
     const std::size_t bytes = packed_bytes();
     const std::size_t there = host::available_memory();
     if (bytes > there) {
-      throw OutOfMemory("the weights need " + host::format_bytes(bytes) + " of memory when they are packed, but only " +
-                        host::format_bytes(there) +
+      throw OutOfMemory("the weights need " + host::format_bytes(bytes) +
+                        " of memory when they are packed, but only " + host::format_bytes(there) +
                         " is available; without packing (repack=False) they stay in the mapped file");
     }
     region_ = host::Region(bytes, "packed weights", host::Region::Pages::Absent);
@@ -276,9 +279,8 @@ class CpuOps final : public Ops {
   }
 
   bool wants_quantized(std::span<const Product> products) const {
-    return packed_ && std::any_of(products.begin(), products.end(), [](const Product& p) {
-             return gguf::traits(p.w->type).block_size > 1;
-           });
+    return packed_ && std::any_of(products.begin(), products.end(),
+                                  [](const Product& p) { return gguf::traits(p.w->type).block_size > 1; });
   }
 
   // RMSNorm of every row of the step, and quantized. One row is done by every thread for itself, which is
@@ -320,11 +322,13 @@ class CpuOps final : public Ops {
     return {x.data(), q, M};
   }
 
-  void multiply_all(std::span<const Product> products, std::span<const float> x, std::size_t M, const Step& s) {
+  void multiply_all(std::span<const Product> products, std::span<const float> x, std::size_t M,
+                    const Step& s) {
     LocalClaims claims = claims_of(products, M);
     team_.run([&](int thread) {
       const Input in = input(x, M, s, products, thread);
-      for (std::int64_t begin, end; claims.take(thread, begin, end);) multiply(products, in, begin, end, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        multiply(products, in, begin, end, thread);
     });
   }
 
@@ -345,7 +349,8 @@ class CpuOps final : public Ops {
       const auto to = static_cast<std::int32_t>(std::clamp(end, first, last) - first);
       first = last;
       if (from == to) continue;
-      const cpu::MatmulArgs args{*p.w, p.bias, x.x, x.quantized, static_cast<std::int32_t>(x.M), p.y, p.add, p.into};
+      const cpu::MatmulArgs args{*p.w, p.bias, x.x,   x.quantized, static_cast<std::int32_t>(x.M),
+                                 p.y,  p.add,  p.into};
       if (packed_) {
         k_.matmul(args, from, to);
       } else {
@@ -444,12 +449,12 @@ class CpuOps final : public Ops {
   const bool packed_;
   host::Region region_;               // of the packed matrices
   std::vector<MatrixView> matrices_;  // by Matrix::index, packed or as in the file
-  const kv::Rotation rotation_;  // of every INT8 cache of the model
+  const kv::Rotation rotation_;       // of every INT8 cache of the model
   const std::vector<float> rotation_tables_;
   std::size_t scratch_floats_;
   std::vector<float> scratch_;       // [threads, scratch_floats_]
   std::vector<ActBlock> quantized_;  // [threads, blocks of the widest row]
-  std::vector<Partial> parts_;  // [threads, 2, group]
+  std::vector<Partial> parts_;       // [threads, 2, group]
 };
 
 }  // namespace

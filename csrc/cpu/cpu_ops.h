@@ -12,8 +12,8 @@ struct CpuOptions {
   bool pack = true;   // weights into memory, in the order of the kernels; else they stay in the mapped file
 };
 
-// The operations with SIMD over a team of threads. Results are bit-equal for every number of threads and every
-// cut of a text into steps. Throws OutOfMemory where packed weights do not fit.
+// The operations with SIMD over a team of threads. Results are bit-equal for every number of threads and
+// every cut of a text into steps. Throws OutOfMemory where packed weights do not fit.
 std::unique_ptr<Ops> make_cpu_ops(const Config& config, const Weights& weights, const CpuOptions& options);
 
 }  // namespace ringlm

@@ -30,9 +30,10 @@ struct alignas(32) ActBlock {
 // y[m][r] (+)= sum_k W[r][k] x[m][k] + bias[r] for the rows of some groups, and all m.
 struct MatmulArgs {
   MatrixView w;
-  const float* bias;          // [rows] or null
-  const float* x;             // [n_tokens, cols]
-  const ActBlock* quantized;  // [n_tokens, cols / kActBlock], which packed types with blocks need instead of x
+  const float* bias;  // [rows] or null
+  const float* x;     // [n_tokens, cols]
+  const ActBlock*
+      quantized;  // [n_tokens, cols / kActBlock], which packed types with blocks need instead of x
   std::int32_t n_tokens;
   float* y;                      // [n_tokens, rows]
   bool add;                      // into y, instead of replacing it
@@ -73,8 +74,8 @@ struct Kernels {
   // n columns, a multiple of kActBlock.
   void (*quantize)(const float* x, ActBlock* y, std::int32_t n);
 
-  // Rows [begin, end) of a.w as in the file, turned into float32 on the way. scratch: [kRowTile * cols] floats
-  // of this thread.
+  // Rows [begin, end) of a.w as in the file, turned into float32 on the way. scratch: [kRowTile * cols]
+  // floats of this thread.
   void (*row_matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end, float* scratch);
 
   // y = w x / sqrt(mean(x^2) + eps), n elements.
@@ -116,8 +117,8 @@ static inline bool is_dense(const kv::Rotation& r) {
 // transform and its inverse, both without signs and column by column.
 std::vector<float> rotation_tables(const kv::Rotation& r);
 
-// The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avxvnni|avx512|amx forces one, for tests; one that
-// the processor lacks is InvalidArgument.
+// The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avxvnni|avx512|amx forces one, for tests;
+// one that the processor lacks is InvalidArgument.
 const Kernels& kernels();
 
 // All that this processor runs, fastest first.

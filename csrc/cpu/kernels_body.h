@@ -270,7 +270,8 @@ void finish(const Partial& part, const float* sum, float* out, std::int32_t head
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name, dequantize_row, matmul, quantize, row_matmul, rms_norm, silu_mul, rotate, store_row, attend_tile, merge, finish};
+  return {name,     dequantize_row, matmul,    quantize,    row_matmul, rms_norm,
+          silu_mul, rotate,         store_row, attend_tile, merge,      finish};
 }
 
 }  // namespace

@@ -36,8 +36,9 @@ struct alignas(64) TileSums {
 
 // Scales the sums over columns of scale S of group G and adds them to acc.
 template <class W, int G, int S>
-inline __attribute__((always_inline)) void add_sums(const TileSums& sums, const std::uint8_t* p, const ActBlock* x,
-                                                    std::int64_t stride, f32x16 (&acc)[kTileTokens]) {
+inline __attribute__((always_inline)) void add_sums(const TileSums& sums, const std::uint8_t* p,
+                                                    const ActBlock* x, std::int64_t stride,
+                                                    f32x16 (&acc)[kTileTokens]) {
   const f32x16 d = W::template scale<G, S>(p);
   f32x16 m = d;
   if constexpr (W::kMinima) m = W::template minimum<G, S>(p);
@@ -66,9 +67,8 @@ void amx_group(const std::uint8_t* p, std::int32_t cols, const ActBlock* x, std:
     unrolled<groups>([&](auto g) {
       unrolled<W::kScales>([&](auto s) {
         constexpr int G = decltype(g)::value, S = decltype(s)::value, set = (G * W::kScales + S) % 2;
-        unrolled<words>([&](auto w) {
-          store_words(codes[set][w.value], W::template codes<G, words * S + w.value>(p));
-        });
+        unrolled<words>(
+            [&](auto w) { store_words(codes[set][w.value], W::template codes<G, words * S + w.value>(p)); });
         const ActBlock& first = x[G];
         const auto bytes_between = static_cast<std::size_t>(stride) * sizeof(ActBlock);
         _tile_loadd(6, codes[set], 4 * kGroup);

@@ -177,9 +177,7 @@ void float_groups(const MatmulArgs& a, std::int32_t group, std::int32_t token) {
         const std::uint8_t* next = p[r.value] + static_cast<std::size_t>(end) * (kGroup * W::kBytes);
         for (int b = 0; b < kActBlock * kGroup * W::kBytes; b += 64) __builtin_prefetch(next + b);
       }
-      unrolled<T>([&](auto t) {
-        acc[r.value][t.value] = acc[r.value][t.value] + part[r.value][t.value];
-      });
+      unrolled<T>([&](auto t) { acc[r.value][t.value] = acc[r.value][t.value] + part[r.value][t.value]; });
     });
   }
   unrolled<R>([&](auto r) {

@@ -102,7 +102,8 @@ void pack(const MatrixView& to, const std::uint8_t* rows, std::int32_t begin, st
     for (std::size_t b = 0; b < blocks; ++b) {
       for (const Field& f : all) {
         for (std::int32_t lane = 0; lane < lanes; ++lane) {
-          const std::uint8_t* row = first + static_cast<std::size_t>(lane) * to.row_bytes + b * block_bytes + f.offset;
+          const std::uint8_t* row =
+              first + static_cast<std::size_t>(lane) * to.row_bytes + b * block_bytes + f.offset;
           if (f.unit == Field::Nibbles) {
             pack_nibbles(packed, row, lane);
           } else if (f.unit == Field::Scale) {

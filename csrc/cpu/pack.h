@@ -2,9 +2,9 @@
 //
 // Rows come in groups of kGroup, the last one filled up with zeros. A group's blocks lie one behind the
 // other, and inside a block each field of GGUF's block is transposed over the rows of the group, in units of
-// a scale (2 bytes), a word of codes (4 bytes) or 4 bits. So a vector register that is filled with consecutive
-// bytes holds the same columns of 16 rows, a product needs no sum across lanes, and a matrix takes as many
-// bytes as in the file. Types without blocks are transposed element by element.
+// a scale (2 bytes), a word of codes (4 bytes) or 4 bits. So a vector register that is filled with
+// consecutive bytes holds the same columns of 16 rows, a product needs no sum across lanes, and a matrix
+// takes as many bytes as in the file. Types without blocks are transposed element by element.
 #pragma once
 
 #include <cstddef>

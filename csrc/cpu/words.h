@@ -71,7 +71,8 @@ inline i32x16 to_nearest(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline std::int32_t sum_lanes(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
 // The largest magnitude as its bits, of which NaN has the most.
 inline std::uint32_t largest_bits(f32x16 a, f32x16 b) {
-  const __m512i m = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(a.v)), _mm512_castps_si512(_mm512_abs_ps(b.v)));
+  const __m512i m =
+      _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(a.v)), _mm512_castps_si512(_mm512_abs_ps(b.v)));
   return _mm512_reduce_max_epu32(m);
 }
 // sum += codes (unsigned) times four s8 digits, which lie in one word
@@ -135,9 +136,9 @@ inline u32x16 lookup(u8x16 table, u32x16 a) {
 }
 inline u32x16 sixteens(const std::uint8_t* p) {
   const auto half = [](const std::uint8_t* bits) {
-    const __m256i spread = _mm256_shuffle_epi8(
-        _mm256_set1_epi32(static_cast<int>(blocks::u32_at(bits))),
-        _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
+    const __m256i spread =
+        _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(blocks::u32_at(bits))),
+                            _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0));
     const __m256i one = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
     return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, one), one), _mm256_set1_epi8(16));
   };
@@ -190,7 +191,9 @@ inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(mixed, order));
   };
-  const auto high = [](__m256i q) { return _mm256_srai_epi32(_mm256_add_epi32(q, _mm256_set1_epi32(128)), 8); };
+  const auto high = [](__m256i q) {
+    return _mm256_srai_epi32(_mm256_add_epi32(q, _mm256_set1_epi32(128)), 8);
+  };
   const auto low = [](__m256i q) { return _mm256_srai_epi32(_mm256_slli_epi32(q, 24), 24); };
   store_bytes(x.digits, high(a.lo), high(a.hi), high(b.lo), high(b.hi));
   store_bytes(x.digits + 8, low(a.lo), low(a.hi), low(b.lo), low(b.hi));
@@ -274,9 +277,8 @@ inline u32x16 load_halves(const std::uint8_t* p) {
   return each_word([=](int i) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i))); });
 }
 inline f32x16 load_bf16(const std::uint8_t* p) {
-  return each([=](int i) {
-    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i)), 16));
-  });
+  return each(
+      [=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i)), 16)); });
 }
 
 struct i32x16 {

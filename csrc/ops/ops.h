@@ -32,15 +32,15 @@ enum Epoch { kOwn, kPrevious, kOfPinned, kEpochs };
 
 // The buffers of a step, allocated once for the largest M that the session will ever use.
 struct Activations {
-  std::span<float> x;       // [M, n_embd]             the residual stream
-  std::span<float> normed;  // [M, n_embd]             x after a norm
-  std::span<float> q;       // [M, n_head, head_dim]
-  std::span<float> k;       // [M, n_head_kv, head_dim]
-  std::span<float> v;       // [M, n_head_kv, head_dim]
-  std::span<float> att;     // [M, n_head, head_dim]   attention output
-  std::span<float> gate;    // [M, n_ff]               gate, then activation(gate) * up
-  std::span<float> up;      // [M, n_ff]
-  std::span<float*> heads;  // [M] backend scratch of norm_head
+  std::span<float> x;              // [M, n_embd]             the residual stream
+  std::span<float> normed;         // [M, n_embd]             x after a norm
+  std::span<float> q;              // [M, n_head, head_dim]
+  std::span<float> k;              // [M, n_head_kv, head_dim]
+  std::span<float> v;              // [M, n_head_kv, head_dim]
+  std::span<float> att;            // [M, n_head, head_dim]   attention output
+  std::span<float> gate;           // [M, n_ff]               gate, then activation(gate) * up
+  std::span<float> up;             // [M, n_ff]
+  std::span<float*> heads;         // [M] backend scratch of norm_head
   std::span<std::byte> quantized;  // [M, Ops::quantized_bytes] backend scratch: the input of a projection
   // The second query, which scores the pinned rows: turned to min(position, n_ctx - 1) instead, so that the
   // pinned rows stand directly before the oldest moving one (attention sinks, arXiv:2309.17453).

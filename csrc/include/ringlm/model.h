@@ -36,7 +36,8 @@ class Model {
 
   const Config& config() const noexcept;
   std::span<const std::filesystem::path> paths() const noexcept;  // the file, or all shards
-  std::size_t weight_bytes() const noexcept;  // of the bound tensors: packed in memory, or mapped from the file
+  std::size_t weight_bytes()
+      const noexcept;  // of the bound tensors: packed in memory, or mapped from the file
   std::size_t packed_bytes() const noexcept;  // the former, also where it was switched off
   std::size_t shared_bytes()
       const noexcept;  // taken besides: float32 copies of vectors, scratch of the threads
