@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -32,7 +33,8 @@ float dot(std::span<const float> a, std::span<const float> b) {
 class CpuOps final : public Ops {
  public:
   CpuOps(const Config& c, int n_threads)
-      : team_(n_threads > 0 ? n_threads : cpu::default_thread_count()),
+      : shared_team_(cpu::Team::shared(n_threads > 0 ? n_threads : cpu::default_thread_count())),
+        team_(*shared_team_),
         k_(cpu::kernels()),
         rotation_(kv::make_rotation(c.head_dim)),
         rotation_tables_(cpu::rotation_tables(rotation_)),
@@ -285,7 +287,8 @@ class CpuOps final : public Ops {
     });
   }
 
-  cpu::Team team_;
+  const std::shared_ptr<cpu::Team> shared_team_;  // with the other models of the process
+  cpu::Team& team_;
   const cpu::Kernels& k_;
   const kv::Rotation rotation_;  // of every INT8 cache of the model
   const std::vector<float> rotation_tables_;
