@@ -15,7 +15,7 @@
 namespace ringlm {
 
 struct ModelOptions {
-  int n_threads = 0;            // 0: as many as the process may use
+  int n_threads = 0;            // 0: one per physical core that the process may use
   std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
   // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
   // one per layer, 0 for none; empty leaves what the file says.
