@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -48,7 +49,9 @@ float dot(std::span<const float> a, std::span<const float> b) {
 class CpuOps final : public Ops {
  public:
   CpuOps(const Config& c, const Weights& w, const CpuOptions& options)
-      : team_(options.n_threads > 0 ? options.n_threads : cpu::default_thread_count()),
+      : shared_team_(
+            cpu::Team::shared(options.n_threads > 0 ? options.n_threads : cpu::default_thread_count())),
+        team_(*shared_team_),
         k_(cpu::kernels()),
         packed_(options.pack),
         rotation_(kv::make_rotation(c.head_dim)),
@@ -444,7 +447,8 @@ class CpuOps final : public Ops {
     });
   }
 
-  cpu::Team team_;
+  const std::shared_ptr<cpu::Team> shared_team_;  // with the other models of the process
+  cpu::Team& team_;
   const cpu::Kernels& k_;
   const bool packed_;
   host::Region region_;               // of the packed matrices

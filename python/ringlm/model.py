@@ -30,9 +30,10 @@ __all__ = ["Model"]
 class Model:
     """The weights of a GGUF file, read-only and shared by all sessions of the model.
 
-    ``n_threads`` None takes as many threads as the process may use. ``window`` is for files that do not say
-    that their layers see only the last tokens: how many, in all layers, or a sequence with an entry for each
-    layer, in which 0 or None is no window. ``n_ctx`` is that of the sessions that completions open.
+    ``n_threads`` None takes a thread for each physical core that the process may use, without the small cores
+    of a part that has big ones, within the CPU quota. ``window`` is for files that do not say that their
+    layers see only the last tokens: how many, in all layers, or a sequence with an entry for each layer, in
+    which 0 or None is no window. ``n_ctx`` is that of the sessions that completions open.
     ``repack`` False leaves the weights in the mapped file instead of copying them in the order in which the
     CPU reads them: opening takes no time and no memory of its own, and every step is slower.
 

@@ -15,7 +15,7 @@
 namespace ringlm {
 
 struct ModelOptions {
-  int n_threads = 0;            // 0: as many as the process may use
+  int n_threads = 0;            // 0: one per physical core that the process may use
   std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
   // Whether the cpu backend brings the weights into the order of its kernels when the model opens. Without,
   // they stay in the mapped file: opening takes no time and the pages are shared with other processes, but
