@@ -7,8 +7,8 @@
 // unsigned digits and one scale per tile and query.
 #pragma once
 
+#include "cpu/attention_simd.h"
 #include "cpu/kernels.h"
-#include "cpu/simd.h"
 #include "gguf/blocks.h"
 #include "kv/row.h"
 
@@ -91,13 +91,6 @@ struct Workspace {
   }
 };
 
-std::int32_t reduce_add(i32x16 a) {
-  std::int32_t t[kLanes], sum = 0;
-  store_i32(t, a);
-  for (const std::int32_t x : t) sum += x;
-  return sum;
-}
-
 // q = scale * integers of 24 bits, in three signed digits. The upper two belong together: products with them
 // are summed in 32 bits, so they are not larger than what d codes leave room for.
 void quantize_query(const float* q, std::int32_t d, float scale, const Workspace& w, std::int32_t i,
@@ -119,7 +112,7 @@ void quantize_query(const float* q, std::int32_t d, float scale, const Workspace
   const f32x16 inverse = set1(largest > 1e-30f && largest <= __FLT_MAX__ ? most / largest : 0.0f);
   i32x16 upper_sum = set1_i32(0), lower_sum = upper_sum;
   for (std::int32_t j = 0; j < w.width; j += kLanes) {
-    const i32x16 code = round_i32(load(x + j) * inverse);
+    const i32x16 code = to_nearest(load(x + j) * inverse);
     const i32x16 upper = over_256(code + set1_i32(128));
     store_low_bytes(w.digits_of(0, i, n) + j, over_256(upper + set1_i32(128)));
     store_low_bytes(w.digits_of(1, i, n) + j, upper);
@@ -128,8 +121,8 @@ void quantize_query(const float* q, std::int32_t d, float scale, const Workspace
     lower_sum = lower_sum + (code - times_256(upper));
   }
   w.query_scales[i] = step * scale + reduce_add(poison);
-  w.biases[2 * i] = reduce_add(upper_sum) * kv::kCodeZero;
-  w.biases[2 * i + 1] = reduce_add(lower_sum) * kv::kCodeZero;
+  w.biases[2 * i] = sum_lanes(upper_sum) * kv::kCodeZero;
+  w.biases[2 * i + 1] = sum_lanes(lower_sum) * kv::kCodeZero;
 }
 
 void prepare_queries(const QueryArgs& a, float* memory) {
@@ -340,18 +333,17 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
   constexpr int V = key_vectors(R);
   const std::int32_t groups = (a.head_dim + 3) / 4;
   for (int v = vectors.begin / V * V; v < vectors.end; v += V) {
-    const float* keys = w.staged + v * kLanes;
+    const std::uint8_t* keys = reinterpret_cast<const std::uint8_t*>(w.staged + v * kLanes);
     i32x16 acc[R][V];
     f32x16 upper[R][V];
     const auto add_digit = [&](int plane) {
       const std::uint8_t* digits = w.digits_of(plane, first, a.n);
       for (std::int32_t i = 0; i < groups; ++i) {
-        i32x16 k[V];
-        for (int j = 0; j < V; ++j) k[j] = load_i32(keys + i * kTile + j * kLanes);
+        u32x16 k[V];
+        for (int j = 0; j < V; ++j) k[j] = load_words(keys + 4 * (i * kTile + j * kLanes));
         for (int r = 0; r < R; ++r) {
-          std::int32_t four;
-          std::memcpy(&four, digits + r * w.width + 4 * i, sizeof four);
-          for (int j = 0; j < V; ++j) acc[r][j] = dot4(acc[r][j], k[j], set1_i32(four));
+          const u32x16 four = set1_u32(blocks::u32_at(digits + r * w.width + 4 * i));
+          for (int j = 0; j < V; ++j) acc[r][j] = dot4(acc[r][j], k[j], four);
         }
       }
     };
@@ -544,7 +536,7 @@ void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, con
   const f32x16 inverse = set1(largest > 1e-30f ? kMost / largest : 0.0f);
   std::uint8_t* digits = w.digits + std::int64_t{i} * 3 * kTile;
   for (int v = 0; v < kVectors; ++v) {
-    const i32x16 code = round_i32(scaled[v] * inverse), upper = over_256(code);
+    const i32x16 code = to_nearest(scaled[v] * inverse), upper = over_256(code);
     store_low_bytes(digits + v * kLanes, over_256(upper));
     store_low_bytes(digits + kTile + v * kLanes, upper);
     store_low_bytes(digits + 2 * kTile + v * kLanes, code);
@@ -555,6 +547,7 @@ void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, con
 template <int R>
 void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t vectors, Range fours, float* sums) {
   constexpr int D = kElementVectors;
+  const auto* staged = reinterpret_cast<const std::uint8_t*>(w.staged);
   for (std::int32_t v = 0; v < vectors; v += D) {
     i32x16 acc[R][D];
     const auto clear = [&] {
@@ -565,12 +558,11 @@ void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t vectors, R
     const auto add_digit = [&](int plane) {
       const std::uint8_t* digits = w.digits + (3 * first + plane) * kTile;
       for (std::int32_t t = fours.begin; t < fours.end; ++t) {
-        i32x16 codes[D];
-        for (int j = 0; j < D; ++j) codes[j] = load_i32(w.staged + t * w.width + (v + j) * kLanes);
+        u32x16 codes[D];
+        for (int j = 0; j < D; ++j) codes[j] = load_words(staged + 4 * (t * w.width + (v + j) * kLanes));
         for (int r = 0; r < R; ++r) {
-          std::int32_t four;
-          std::memcpy(&four, digits + 3 * r * kTile + 4 * t, sizeof four);
-          for (int j = 0; j < D; ++j) acc[r][j] = dot4(acc[r][j], set1_i32(four), codes[j]);
+          const u32x16 four = set1_u32(blocks::u32_at(digits + 3 * r * kTile + 4 * t));
+          for (int j = 0; j < D; ++j) acc[r][j] = dot4(acc[r][j], four, codes[j]);
         }
       }
     };

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/pack.h"
 #include "gguf/types.h"
 #include "kv/cache.h"
 
@@ -15,17 +16,26 @@ namespace ringlm::cpu {
 
 using kv::kTile;
 
-// y[m][r] (+)= sum_k W[r][k] x[m][k] + bias[r] for rows r in [begin, end) and all m.
+// 32 columns of activations in 16 bits: x = scale q, |q| <= kActLargest. Eight bits would be enough for text
+// that reads well, but not for the perplexity of the model: docs/performance.md.
+constexpr std::int32_t kActBlock = 32;
+constexpr float kActLargest = 127.0f * 256.0f + 127.0f;  // 256 high + low, both digits in [-128, 127]
+struct alignas(32) ActBlock {
+  std::int32_t digits[16];  // q, in the order of the instruction set (cpu/words.h)
+  float scale;
+  float sum, half_sums[2];  // scale times the sum of q, over all columns and over 16 each
+  std::int32_t totals[2];   // sums of q over 16 columns
+};
+
+// y[m][r] (+)= sum_k W[r][k] x[m][k] + bias[r] for the rows of some groups, and all m.
 struct MatmulArgs {
-  gguf::DType type;
-  const std::uint8_t* weights;  // row 0
-  std::size_t row_bytes;
-  std::int32_t cols;
+  MatrixView w;
   const float* bias;  // [rows] or null
   const float* x;     // [n_tokens, cols]
+  const ActBlock*
+      quantized;  // [n_tokens, cols / kActBlock], which packed types with blocks need instead of x
   std::int32_t n_tokens;
-  float* y;  // [n_tokens, rows]
-  std::int32_t rows;
+  float* y;                      // [n_tokens, rows]
   bool add;                      // into y, instead of replacing it
   float* const* into = nullptr;  // [n_tokens]: where each token's outputs go instead of y, or null
 };
@@ -80,8 +90,15 @@ struct Kernels {
 
   void (*dequantize_row)(gguf::DType type, const std::uint8_t* row, float* y, std::int32_t n);
 
-  // scratch: [kRowTile * cols] floats of this thread.
-  void (*matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end, float* scratch);
+  // Groups [begin, end) of a.w, which is packed.
+  void (*matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end);
+
+  // n columns, a multiple of kActBlock.
+  void (*quantize)(const float* x, ActBlock* y, std::int32_t n);
+
+  // Rows [begin, end) of a.w as in the file, turned into float32 on the way. scratch: [kRowTile * cols]
+  // floats of this thread.
+  void (*row_matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end, float* scratch);
 
   // y = w x / sqrt(mean(x^2) + eps), n elements.
   void (*rms_norm)(const float* x, const float* w, float eps, float* y, std::int32_t n);
@@ -133,8 +150,8 @@ static inline bool is_dense(const kv::Rotation& r) {
 // transform and its inverse, both without signs and column by column.
 std::vector<float> rotation_tables(const kv::Rotation& r);
 
-// The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avx512 forces one, for tests; one that
-// the processor lacks is InvalidArgument.
+// The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avxvnni|avx512|amx forces one, for tests;
+// one that the processor lacks is InvalidArgument.
 const Kernels& kernels();
 
 // All that this processor runs, fastest first.
@@ -143,7 +160,9 @@ std::vector<const Kernels*> runnable_kernels();
 extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
+extern const Kernels kAvxVnni;
 extern const Kernels kAvx512;
+extern const Kernels kAmx;
 #endif
 
 }  // namespace ringlm::cpu

@@ -238,7 +238,7 @@ def test_wrong_shapes(tmp_path: Path) -> None:
             open_with(tmp_path, tensors=tensors)
 
 
-@pytest.mark.parametrize("qtype", ["IQ4_NL", "Q8_1", "MXFP4", "IQ4_XS", "Q2_K"])
+@pytest.mark.parametrize("qtype", ["Q8_1", "Q8_K", "MXFP4", "IQ3_S", "IQ2_XXS", "TQ2_0"])
 def test_types_without_arithmetic(tmp_path: Path, qtype: str) -> None:
     wide = Shape(n_embd=256, n_ff=256, n_ctx_train=64)
     keys = good_keys(wide)
