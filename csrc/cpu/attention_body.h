@@ -12,6 +12,10 @@
 #include "gguf/blocks.h"
 #include "kv/row.h"
 
+#if defined(__AMX_INT8__)
+#include "cpu/attention_amx.h"
+#endif
+
 namespace ringlm::cpu {
 namespace {
 
@@ -66,7 +70,7 @@ struct Workspace {
   float* queries;        // [n, width]; of INT8 keys three planes of digits, [n, width] bytes each
   float* staged;         // [kTile, width]: a tile of keys or of values
   float* scores;         // [n, kSpan], then the weights
-  std::uint8_t* digits;  // [n, 3, kTile] of a tile's weights
+  std::uint8_t* digits;  // [3, n, kTile] of a tile's weights
   float* query_scales;   // [n]
   float* weight_scales;  // [n]
   std::int32_t* biases;  // [n, 2]: what the zero of the codes adds to the products with a query
@@ -282,15 +286,16 @@ void widen_staged(float*, std::int64_t) {}
 using StagedF16 = ElementF32;
 #endif
 
-// What R queries see of a span, together.
+// What two queries see, together.
+Range both(Range a, Range b) {
+  if (a.begin >= a.end) return b;
+  if (b.begin >= b.end) return a;
+  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
 template <int R>
 Range seen_by(const Range* seen) {
-  Range all{kSpan, 0};
-  for (int r = 0; r < R; ++r) {
-    if (seen[r].begin >= seen[r].end) continue;
-    all.begin = seen[r].begin < all.begin ? seen[r].begin : all.begin;
-    all.end = seen[r].end > all.end ? seen[r].end : all.end;
-  }
+  Range all = seen[0];
+  for (int r = 1; r < R; ++r) all = both(all, seen[r]);
   return all;
 }
 Range cut(Range r, std::int32_t tile) {
@@ -327,6 +332,49 @@ void score_floats(const SpanArgs& a, const Workspace& w, std::int32_t first, std
   }
 }
 
+// From the products of the digits of query i with codes, as they come, to scores of sixteen keys.
+void put_score(const SpanArgs& a, const Workspace& w, std::int32_t i, std::int32_t tile, int v, i32x16 upper,
+               i32x16 lower, f32x16 key_scales) {
+  const std::int32_t* bias = w.biases + 2 * i;
+  const f32x16 product =
+      fma(to_f32(upper - set1_i32(bias[0])), set1(256.0f), to_f32(lower - set1_i32(bias[1])));
+  const float offset = a.offsets ? a.offsets[tile * a.n + i] * a.scale : 0.0f;
+  store(w.scores + std::int64_t{i} * kSpan + tile * kTile + v * kLanes,
+        fma(product, set1(w.query_scales[i]) * key_scales, set1(offset)));
+}
+
+#if defined(__AMX_INT8__)
+void score_codes_on_tiles(const SpanArgs& a, const Workspace& w, const float (&scales)[kTile],
+                          std::int32_t tile) {
+  const DigitTiles tiles(w.digits_of(0, 0, a.n), w.width, a.n);
+  const auto chunks = static_cast<std::int32_t>(w.width / 64);
+  const auto* words = reinterpret_cast<const std::uint8_t*>(w.staged);
+  DigitTiles::Products products;
+  for (std::int32_t i = 0; i < a.n; i += tiles.rows()) {
+    const std::int32_t first = tiles.block(i);
+    Range seen = a.seen[first];
+    for (std::int32_t j = first; j < first + tiles.rows(); ++j) seen = both(seen, a.seen[j]);
+    seen = cut(seen, tile);
+    if (seen.begin >= seen.end) continue;
+    const Range vectors = seen_vectors(seen, tile);
+    if (chunks == 1) tiles.load_digits(first, 0);
+    for (int v = vectors.begin; v < vectors.end; ++v) {
+      tiles.clear();
+      for (std::int32_t c = 0; c < chunks; ++c) {
+        if (chunks > 1) tiles.load_digits(first, c);
+        tiles.multiply<true>(words + 4 * (16 * c * kTile + v * kLanes), 4 * kTile);
+      }
+      tiles.store(products);
+      const f32x16 key_scales = load(scales + v * kLanes);
+      for (std::int32_t j = 0; j < tiles.rows(); ++j) {
+        put_score(a, w, first + j, tile, v, times_256(products(0, j)) + products(1, j), products(2, j),
+                  key_scales);
+      }
+    }
+  }
+}
+#endif
+
 template <int R>
 void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kTile], std::int32_t first,
                  std::int32_t tile, Range vectors) {
@@ -334,8 +382,7 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
   const std::int32_t groups = (a.head_dim + 3) / 4;
   for (int v = vectors.begin / V * V; v < vectors.end; v += V) {
     const std::uint8_t* keys = reinterpret_cast<const std::uint8_t*>(w.staged + v * kLanes);
-    i32x16 acc[R][V];
-    f32x16 upper[R][V];
+    i32x16 acc[R][V], upper[R][V];
     const auto add_digit = [&](int plane) {
       const std::uint8_t* digits = w.digits_of(plane, first, a.n);
       for (std::int32_t i = 0; i < groups; ++i) {
@@ -356,20 +403,15 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
     }
     add_digit(1);
     for (int r = 0; r < R; ++r) {
-      const std::int32_t* bias = w.biases + 2 * (first + r);
       for (int j = 0; j < V; ++j) {
-        upper[r][j] = to_f32(acc[r][j] - set1_i32(bias[0]));
-        acc[r][j] = set1_i32(-bias[1]);
+        upper[r][j] = acc[r][j];
+        acc[r][j] = set1_i32(0);
       }
     }
     add_digit(2);
     for (int r = 0; r < R; ++r) {
-      const f32x16 scale = set1(w.query_scales[first + r]);
-      const float offset = a.offsets ? a.offsets[tile * a.n + first + r] * a.scale : 0.0f;
-      float* out = w.scores + static_cast<std::int64_t>(first + r) * kSpan + tile * kTile + v * kLanes;
       for (int j = 0; j < V; ++j) {
-        const f32x16 product = fma(upper[r][j], set1(256.0f), to_f32(acc[r][j]));
-        store(out + j * kLanes, fma(product, scale * load(scales + (v + j) * kLanes), set1(offset)));
+        put_score(a, w, first + r, tile, v + j, upper[r][j], acc[r][j], load(scales + (v + j) * kLanes));
       }
     }
   }
@@ -390,9 +432,13 @@ void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile) {
     float scales[kTile];
     load_scales(a.k, slots, scales);
     slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged); });
+#if defined(__AMX_INT8__)
+    score_codes_on_tiles(a, w, scales, tile);
+#else
     each([&](auto count, std::int32_t first, Range v) {
       score_codes<count.value>(a, w, scales, first, tile, v);
     });
+#endif
     return;
   }
   if (a.k.format == KvFormat::F32) {
@@ -522,7 +568,8 @@ void weigh_staged(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
 }
 
 // Weights times the scales of the rows, as integers of 24 bits in three digits: w.digits, w.weight_scales.
-void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, const float (&scales)[kTile]) {
+void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t n, std::int32_t tile,
+                      const float (&scales)[kTile]) {
   constexpr float kMost = 16777000.0f;  // below 2^24 however the products are rounded
   const float* weights = w.scores + static_cast<std::int64_t>(i) * kSpan + tile * kTile;
   f32x16 scaled[kVectors];
@@ -534,18 +581,48 @@ void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t tile, con
   const float largest = reduce_max(most);
   // Below that no weight matters, and its inverse would overflow.
   const f32x16 inverse = set1(largest > 1e-30f ? kMost / largest : 0.0f);
-  std::uint8_t* digits = w.digits + std::int64_t{i} * 3 * kTile;
+  std::uint8_t* digits = w.digits + i * kTile;
+  const std::int64_t plane = std::int64_t{n} * kTile;
   for (int v = 0; v < kVectors; ++v) {
     const i32x16 code = to_nearest(scaled[v] * inverse), upper = over_256(code);
     store_low_bytes(digits + v * kLanes, over_256(upper));
-    store_low_bytes(digits + kTile + v * kLanes, upper);
-    store_low_bytes(digits + 2 * kTile + v * kLanes, code);
+    store_low_bytes(digits + plane + v * kLanes, upper);
+    store_low_bytes(digits + 2 * plane + v * kLanes, code);
   }
   w.weight_scales[i] = largest > 1e-30f ? largest / kMost : 0.0f;
 }
 
+// sum += products of the digits of weights with codes, times scale.
+void put_sum(float* sum, i32x16 product, float scale) {
+  store(sum, fma(to_f32(product), set1(scale), load(sum)));
+}
+
+#if defined(__AMX_INT8__)
+void weigh_codes_on_tiles(const Workspace& w, std::int32_t n, float* sums) {
+  const DigitTiles tiles(w.digits, kTile, n);
+  const auto* words = reinterpret_cast<const std::uint8_t*>(w.staged);
+  DigitTiles::Products products;
+  for (std::int32_t i = 0; i < n; i += tiles.rows()) {
+    const std::int32_t first = tiles.block(i);
+    tiles.load_digits(first, 0);
+    for (std::int64_t at = 0; at < w.width; at += kLanes) {
+      tiles.clear();
+      tiles.multiply<false>(words + 4 * at, static_cast<std::size_t>(4 * w.width));
+      tiles.store(products);
+      for (std::int32_t j = i - first; j < tiles.rows(); ++j) {
+        float* sum = sums + (first + j) * w.width + at;
+        const float scale = w.weight_scales[first + j];
+        put_sum(sum, products(2, j), scale);
+        put_sum(sum, times_256(products(0, j)) + products(1, j), scale * 256.0f);
+      }
+    }
+  }
+}
+#endif
+
 template <int R>
-void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t vectors, Range fours, float* sums) {
+void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t n, std::int32_t vectors, Range fours,
+                 float* sums) {
   constexpr int D = kElementVectors;
   const auto* staged = reinterpret_cast<const std::uint8_t*>(w.staged);
   for (std::int32_t v = 0; v < vectors; v += D) {
@@ -556,23 +633,20 @@ void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t vectors, R
       }
     };
     const auto add_digit = [&](int plane) {
-      const std::uint8_t* digits = w.digits + (3 * first + plane) * kTile;
+      const std::uint8_t* digits = w.digits + (plane * n + first) * kTile;
       for (std::int32_t t = fours.begin; t < fours.end; ++t) {
         u32x16 codes[D];
         for (int j = 0; j < D; ++j) codes[j] = load_words(staged + 4 * (t * w.width + (v + j) * kLanes));
         for (int r = 0; r < R; ++r) {
-          const u32x16 four = set1_u32(blocks::u32_at(digits + 3 * r * kTile + 4 * t));
+          const u32x16 four = set1_u32(blocks::u32_at(digits + r * kTile + 4 * t));
           for (int j = 0; j < D; ++j) acc[r][j] = dot4(acc[r][j], four, codes[j]);
         }
       }
     };
     const auto put = [&](float times) {
       for (int r = 0; r < R; ++r) {
-        const f32x16 scale = set1(w.weight_scales[first + r] * times);
-        for (int j = 0; j < D; ++j) {
-          float* sum = sums + (first + r) * w.width + (v + j) * kLanes;
-          store(sum, fma(to_f32(acc[r][j]), scale, load(sum)));
-        }
+        float* sum = sums + (first + r) * w.width + v * kLanes;
+        for (int j = 0; j < D; ++j) put_sum(sum + j * kLanes, acc[r][j], w.weight_scales[first + r] * times);
       }
     };
     clear();
@@ -611,14 +685,19 @@ void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
   });
   float scales[kTile];
   load_scales(a.v, slots, scales);
+#if defined(__AMX_INT8__)
+  for (std::int32_t i = 0; i < a.n; ++i) quantize_weights(w, i, a.n, tile, scales);
+  weigh_codes_on_tiles(w, a.n, sums);
+#else
   in_blocks(a.n, [&](auto count, std::int32_t first) {
     const Range seen = cut(seen_by<count.value>(a.seen + first), tile);
     if (seen.begin >= seen.end) return;
-    for (int r = 0; r < count.value; ++r) quantize_weights(w, first + r, tile, scales);
+    for (int r = 0; r < count.value; ++r) quantize_weights(w, first + r, a.n, tile, scales);
     const auto vectors =
         static_cast<std::int32_t>(kLaced ? w.width / kLanes : (a.head_dim + kLanes - 1) / kLanes);
-    weigh_codes<count.value>(w, first, vectors, in_fours(seen), sums);
+    weigh_codes<count.value>(w, first, a.n, vectors, in_fours(seen), sums);
   });
+#endif
 }
 
 void weigh_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums) {
