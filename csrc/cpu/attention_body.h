@@ -346,10 +346,9 @@ void put_score(const SpanArgs& a, const Workspace& w, std::int32_t i, std::int32
 #if defined(__AMX_INT8__)
 void score_codes_on_tiles(const SpanArgs& a, const Workspace& w, const float (&scales)[kTile],
                           std::int32_t tile) {
-  const DigitTiles tiles(w.digits_of(0, 0, a.n), w.width, a.n);
-  const auto chunks = static_cast<std::int32_t>(w.width / 64);
+  const DigitTiles tiles(a.n);
   const auto* words = reinterpret_cast<const std::uint8_t*>(w.staged);
-  DigitTiles::Products products;
+  DigitTiles::Products products[kVectors];
   for (std::int32_t i = 0; i < a.n; i += tiles.rows()) {
     const std::int32_t first = tiles.block(i);
     Range seen = a.seen[first];
@@ -357,18 +356,13 @@ void score_codes_on_tiles(const SpanArgs& a, const Workspace& w, const float (&s
     seen = cut(seen, tile);
     if (seen.begin >= seen.end) continue;
     const Range vectors = seen_vectors(seen, tile);
-    if (chunks == 1) tiles.load_digits(first, 0);
+    tiles.multiply<true>(w.digits_of(0, first, a.n), w.width, words + 4 * vectors.begin * kLanes, 4 * kTile,
+                         static_cast<std::int32_t>(w.width / 64), vectors.end - vectors.begin, products);
     for (int v = vectors.begin; v < vectors.end; ++v) {
-      tiles.clear();
-      for (std::int32_t c = 0; c < chunks; ++c) {
-        if (chunks > 1) tiles.load_digits(first, c);
-        tiles.multiply<true>(words + 4 * (16 * c * kTile + v * kLanes), 4 * kTile);
-      }
-      tiles.store(products);
+      const DigitTiles::Products& p = products[v - vectors.begin];
       const f32x16 key_scales = load(scales + v * kLanes);
       for (std::int32_t j = 0; j < tiles.rows(); ++j) {
-        put_score(a, w, first + j, tile, v, times_256(products(0, j)) + products(1, j), products(2, j),
-                  key_scales);
+        put_score(a, w, first + j, tile, v, times_256(p(0, j)) + p(1, j), p(2, j), key_scales);
       }
     }
   }
@@ -599,21 +593,21 @@ void put_sum(float* sum, i32x16 product, float scale) {
 
 #if defined(__AMX_INT8__)
 void weigh_codes_on_tiles(const Workspace& w, std::int32_t n, float* sums) {
-  const DigitTiles tiles(w.digits, kTile, n);
+  const DigitTiles tiles(n);
   const auto* words = reinterpret_cast<const std::uint8_t*>(w.staged);
-  DigitTiles::Products products;
+  DigitTiles::Products products[4];
   for (std::int32_t i = 0; i < n; i += tiles.rows()) {
     const std::int32_t first = tiles.block(i);
-    tiles.load_digits(first, 0);
-    for (std::int64_t at = 0; at < w.width; at += kLanes) {
-      tiles.clear();
-      tiles.multiply<false>(words + 4 * at, static_cast<std::size_t>(4 * w.width));
-      tiles.store(products);
+    for (std::int64_t at = 0; at < w.width; at += 4 * kLanes) {
+      tiles.multiply<false>(w.digits + first * kTile, kTile, words + 4 * at, 4 * w.width, 1, 4, products);
       for (std::int32_t j = i - first; j < tiles.rows(); ++j) {
         float* sum = sums + (first + j) * w.width + at;
         const float scale = w.weight_scales[first + j];
-        put_sum(sum, products(2, j), scale);
-        put_sum(sum, times_256(products(0, j)) + products(1, j), scale * 256.0f);
+        for (int v = 0; v < 4; ++v, sum += kLanes) {
+          const DigitTiles::Products& p = products[v];
+          put_sum(sum, p(2, j), scale);
+          put_sum(sum, times_256(p(0, j)) + p(1, j), scale * 256.0f);
+        }
       }
     }
   }
@@ -671,6 +665,9 @@ void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
   const Range staged = in_fours(all);
   auto* out = reinterpret_cast<std::uint32_t*>(w.staged);
   constexpr std::uint32_t kFlip = 0x80808080u;  // codes become signed
+  float scales[kTile];
+  load_scales(a.v, slots, scales);
+  for (std::int32_t i = 0; i < a.n; ++i) quantize_weights(w, i, a.n, tile, scales);
   slots.rows(a.v.data, a.head_dim, [&](auto rows) {
     for (std::int32_t t = staged.begin; t < staged.end; ++t) {
       const auto four = rows.from(4 * t);
@@ -683,16 +680,12 @@ void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
       interleave(rest.rows(), 0, out + t * w.width + at, kFlip);
     }
   });
-  float scales[kTile];
-  load_scales(a.v, slots, scales);
 #if defined(__AMX_INT8__)
-  for (std::int32_t i = 0; i < a.n; ++i) quantize_weights(w, i, a.n, tile, scales);
   weigh_codes_on_tiles(w, a.n, sums);
 #else
   in_blocks(a.n, [&](auto count, std::int32_t first) {
     const Range seen = cut(seen_by<count.value>(a.seen + first), tile);
     if (seen.begin >= seen.end) return;
-    for (int r = 0; r < count.value; ++r) quantize_weights(w, first + r, a.n, tile, scales);
     const auto vectors =
         static_cast<std::int32_t>(kLaced ? w.width / kLanes : (a.head_dim + kLanes - 1) / kLanes);
     weigh_codes<count.value>(w, first, a.n, vectors, in_fours(seen), sums);
@@ -716,6 +709,9 @@ void weigh_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
 void attend_span(const SpanArgs& a, float* memory, Partial* parts, float* sums) {
   const Workspace w(memory, a.head_dim, a.n);
   const std::int32_t begin = a.all.begin / kTile, end = (a.all.end + kTile - 1) / kTile;
+#if defined(__AMX_INT8__)
+  if (a.k.format == KvFormat::Int8 || a.v.format == KvFormat::Int8) DigitTiles(a.n).configure();
+#endif
   for (std::int32_t tile = begin; tile < end; ++tile) score_tile(a, w, tile);
   const Range filled{begin * kTile, end * kTile};
   for (std::int32_t i = 0; i < a.n; ++i) {
