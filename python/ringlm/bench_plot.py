@@ -60,8 +60,8 @@ def _decode(axis: Any, rows: list[Result]) -> None:
     """A bar of GB/s for each, in front of one that is the limit."""
     limits = [r.gbs / r.fraction_of_read_bandwidth for r in rows]
     places = range(len(rows))
-    axis.barh(places, limits, 0.72, color="0.88", label="read bandwidth of the same threads, same run")
-    axis.barh(places, [r.gbs for r in rows], 0.72, color="#2a6fb0", label="weights and K/V read")
+    axis.barh(places, limits, 0.72, color="0.88")
+    axis.barh(places, [r.gbs for r in rows], 0.72, color="#2a6fb0")
     for place, r in zip(places, rows, strict=True):
         text = f"{r.tokens_per_second:.0f} tokens/s, {r.fraction_of_read_bandwidth:.0%}"
         inside = r.fraction_of_read_bandwidth > 0.45
@@ -76,12 +76,9 @@ def _decode(axis: Any, rows: list[Result]) -> None:
             fontsize=9,
         )
     axis.set_xlim(0, max(*limits, *(r.gbs for r in rows)) * 1.02)
-    axis.set_xlabel("GB/s")
-    axis.set_title("decode: achieved of what the memory gives", loc="left", fontsize=10)
+    axis.set_xlabel("GB/s of weights and K/V; grey: what as many threads read from memory in the same run")
+    axis.set_title("decode", loc="left", fontsize=10)
     _finish(axis, rows)
-    axis.legend(
-        loc="upper right", bbox_to_anchor=(1.0, 1.0), fontsize=8, ncols=2, borderaxespad=-2.0, frameon=False
-    )
 
 
 def _prefill(axis: Any, rows: list[Result]) -> None:
