@@ -45,7 +45,7 @@ def tokens(n: int, n_vocab: int, seed: int) -> list[int]:
     return [rng.randrange(n_vocab) for _ in range(n)]
 
 
-# ---- in the other processes: the standard library and the program itself, nothing else ----------------------
+# ---- in the other processes: the standard library and the program itself, nothing else ---------------------
 
 
 class Ringlm:
@@ -285,14 +285,14 @@ class Failed(Exception):
     """A program is not there, or ended."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Runner:
     """A process with one variant of a program in it."""
 
     program: str
     python: str
     options: dict[str, Any]
-    speeds: list[float] = field(default_factory=list)
+    speeds: dict[str, list[float]] = field(default_factory=dict)  # by work
 
     @property
     def name(self) -> str:
@@ -341,122 +341,137 @@ class Runner:
 
 
 @dataclass
-class Task:
+class Work:
     label: str
     do: str
     n: int
+
+
+@dataclass
+class Group:
+    """Work at one depth, and who does it."""
+
     depth: int
-    ringlm: dict[str, Any]  # options of its session
-    variants: dict[str, list[dict[str, Any]]]  # of the peers
+    works: list[Work]
+    ringlm: dict[str, dict[str, Any]]  # what the label says besides, and the session's options
+    peers: dict[str, list[dict[str, Any]]]
+
+    @property
+    def room(self) -> int:
+        return max(32, *(work.n for work in self.works))
 
 
-def tasks(args: argparse.Namespace) -> list[Task]:
-    amx = "amx_tile" in cpu_flags()
-    builds = [{"amx": 1}, {"amx": 0}] if amx else [{}]
-    llama_f16 = [{"kv": "f16", "flash": flash, **b} for b in builds for flash in (1, 0)]
-    llama = [*llama_f16, *({"kv": "q8_0", "flash": 1, **b} for b in builds)]
-    backends: list[dict[str, Any]] = [{}, {"ATTENTION_BACKEND": "SDPA"}]
-    openvino = [{**b, **kv} for b in backends for kv in ({}, {"KV_CACHE_PRECISION": "f16"})]
-    peers = {"llama.cpp": llama, "OpenVINO GenAI": openvino}
-    few = {"llama.cpp": llama_f16, "OpenVINO GenAI": backends}
+def groups(args: argparse.Namespace) -> list[Group]:
+    builds: list[dict[str, Any]] = [{"amx": 1}, {"amx": 0}] if "amx_tile" in cpu_flags() else [{}]
+    llama = [{"kv": "f16", "flash": flash, **b} for b in builds for flash in (1, 0)]
+    openvino: list[dict[str, Any]] = [{}, {"ATTENTION_BACKEND": "SDPA"}]
     chunk = {"chunk": args.chunk} if args.chunk else {}
-    found = []
-    if args.prefill:
-        found.append(Task(f"prefill {args.prefill}", "prefill", args.prefill, 0, {**chunk}, few))
-    if args.decode:
-        found.append(Task("decode, depth 0", "decode", args.decode, 0, {**chunk}, few))
-        for depth in args.depth:
-            for kv in ("f16", "int8"):
-                label = f"decode, depth {depth}, {kv} K/V"
-                found.append(Task(label, "decode", args.decode, depth, {"kv": kv, **chunk}, peers))
+    decode = Work(f"decode {args.decode}", "decode", args.decode)
+    works = [Work(f"prefill {args.prefill}", "prefill", args.prefill), decode]
+    works = [work for work in works if work.n]
+    found = [Group(0, works, {"": chunk}, {"llama.cpp": llama, "OpenVINO GenAI": openvino})] if works else []
+    for depth in args.depth if args.decode else []:
+        ours = {f", {kv} K/V": {"kv": kv, **chunk} for kv in ("f16", "int8")}
+        peers = {
+            "llama.cpp": [*llama, *({"kv": "q8_0", "flash": 1, **b} for b in builds)],
+            "OpenVINO GenAI": [{**o, **kv} for o in openvino for kv in ({}, {"KV_CACHE_PRECISION": "f16"})],
+        }
+        found.append(Group(depth, [decode], ours, peers))
     return found
 
 
-def run_tasks(args: argparse.Namespace) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str], list[str]]:
-    """Rows of the table: label, and for each program (tokens/s, variant); versions; what was skipped."""
-    rows: list[tuple[str, dict[str, Any]]] = []
-    versions: dict[str, str] = {}
-    skipped: list[str] = []
-    peers_done: dict[tuple[Any, ...], dict[str, list[Runner]]] = {}
-    for task in tasks(args):
-        say(task.label)
-        started: list[Runner] = []
-        chosen = []
-        try:
-            key = (task.do, task.n, task.depth)
-            # The peers' best variants for the same work are known from the row before.
-            for program, runners in (peers_done.get(key) or all_runners(args, task)).items():
-                fit = trial(args, task, program, runners, started, versions, skipped)
-                chosen += fit
-                peers_done.setdefault(key, {})[program] = [
-                    Runner(r.program, r.python, r.options) for r in fit
-                ]
-            ours = Runner("ringlm", args.ringlm_python, task.ringlm)
-            chosen = trial(args, task, "ringlm", [ours], started, versions, skipped) + chosen
-            if not chosen or chosen[0].program != "ringlm":
-                raise SystemExit("ringlm itself fails: " + "; ".join(skipped))
-            for i in range(args.repeat):
-                for runner in chosen:
+Row = tuple[str, dict[str, tuple[float, str]]]  # label; by program: tokens/s, and the fastest variant
+
+
+def run_group(
+    args: argparse.Namespace, group: Group, versions: dict[str, str], skipped: list[str]
+) -> list[Row]:
+    started: list[Runner] = []
+    try:
+        pythons = {"llama.cpp": args.llama_python, "OpenVINO GenAI": [args.openvino_python]}
+        ours = {label: Runner("ringlm", args.ringlm_python, o) for label, o in group.ringlm.items()}
+        chosen = {
+            work.label: list(started_runners)
+            for work, started_runners in trial(
+                args, group, list(ours.values()), 0.0, started, versions, skipped
+            )
+        }
+        if not all(len(runners) == len(ours) for runners in chosen.values()):
+            raise SystemExit("ringlm itself fails: " + "; ".join(skipped))
+        for program, variants in group.peers.items():
+            if program in args.without:
+                continue
+            runners = [Runner(program, p, options) for p in pythons[program] for options in variants]
+            for work, near in trial(args, group, runners, NEAR, started, versions, skipped):
+                chosen[work.label] += near
+        for i in range(args.repeat):
+            say(f"depth {group.depth}: round {i + 1} of {args.repeat}")
+            for work in group.works:
+                for runner in chosen[work.label]:
                     time.sleep(args.rest)
-                    runner.speeds.append(runner.ask(do=task.do, n=task.n, depth=task.depth, seed=2 + i))
-                say(f"{task.label}: round {i + 1} of {args.repeat}")
-        finally:
-            for runner in started:
-                runner.stop()
-        best: dict[str, Any] = {}
-        for runner in chosen:
-            speed = statistics.median(runner.speeds)
-            if speed > best.get(runner.program, (0.0, ""))[0]:
-                best[runner.program] = (speed, runner.name)
-        rows.append((task.label, best))
-    return rows, versions, skipped
-
-
-def all_runners(args: argparse.Namespace, task: Task) -> dict[str, list[Runner]]:
-    pythons = {"llama.cpp": args.llama_python, "OpenVINO GenAI": [args.openvino_python]}
-    return {
-        program: [Runner(program, python, options) for python in pythons[program] for options in variants]
-        for program, variants in task.variants.items()
-        if program not in args.without
-    }
+                    speed = runner.ask(do=work.do, n=work.n, depth=group.depth, seed=100 + i)
+                    runner.speeds.setdefault(work.label, []).append(speed)
+    finally:
+        for runner in started:
+            runner.stop()
+    rows: list[Row] = []
+    for work in group.works:
+        peers: dict[str, tuple[float, str]] = {}
+        for runner in chosen[work.label]:
+            speed = statistics.median(runner.speeds[work.label])
+            if runner.program != "ringlm" and speed > peers.get(runner.program, (0.0, ""))[0]:
+                peers[runner.program] = (speed, runner.name)
+        for label, runner in ours.items():
+            where = f", depth {group.depth}" if work.do == "decode" else ""
+            speed = statistics.median(runner.speeds[work.label])
+            rows.append((f"{work.label}{where}{label}", {"ringlm": (speed, runner.name), **peers}))
+    return rows
 
 
 def trial(
     args: argparse.Namespace,
-    task: Task,
-    program: str,
+    group: Group,
     runners: list[Runner],
+    near: float,
     started: list[Runner],
     versions: dict[str, str],
     skipped: list[str],
-) -> list[Runner]:
-    """Those that run, within reach of the fastest. The others are stopped."""
-    speeds: dict[int, float] = {}
+) -> list[tuple[Work, list[Runner]]]:
+    """For each work the runners of one program that have at least ``near`` of the fastest one's speed. Those
+    that are near in nothing are stopped."""
+    speeds: dict[str, dict[int, float]] = {work.label: {} for work in group.works}
     for i, runner in enumerate(runners):
-        where = f" in {runner.python}" if len(args.llama_python) > 1 and program == "llama.cpp" else ""
+        where = f" in {runner.python}" if len({r.python for r in runners}) > 1 else ""
         try:
-            runner.start(args.model, args.threads, max(task.n, 32))
-            runner.ask(do=task.do, n=min(task.n, 32), depth=task.depth, seed=0)  # warms up, and fills
-            speeds[i] = runner.ask(do=task.do, n=task.n, depth=task.depth, seed=1)
+            runner.start(args.model, args.threads, group.room)
+            for work in group.works:
+                # Warms up, and fills.
+                runner.ask(do=work.do, n=min(work.n, 16), depth=group.depth, seed=0)
+                tries = [runner.ask(do=work.do, n=work.n, depth=group.depth, seed=s) for s in (1, 2)]
+                speeds[work.label][i] = max(tries)
+                place = f"{work.label}, depth {group.depth}"
+                say(f"{place}: {runner.program}{where}, {runner.name}: {max(tries):.1f}")
+            versions[runner.program] = runner.version
             started.append(runner)
-            versions[program] = runner.version
-            say(f"{task.label}: {program}{where} ({runner.name}) {speeds[i]:.1f} tokens/s")
         except Failed as e:
             runner.stop()
-            text = f"{program}{where} ({runner.name}): {e}"
-            if "No module named" in str(e):
-                text = f"{program}{where}: not installed"
+            for tried in speeds.values():
+                tried.pop(i, None)
+            missing = "No module named" in str(e)
+            text = f"{runner.program}{where}" + (": not installed" if missing else f", {runner.name}: {e}")
+            say(text)
             if text not in skipped:
                 skipped.append(text)
-            say(text)
-            if "No module named" in str(e):
-                return []
-    near = [i for i in speeds if speeds[i] >= NEAR * max(speeds.values())]
-    for i in speeds:
-        if i not in near:
-            runners[i].stop()
-            started.remove(runners[i])
-    return [runners[i] for i in near]
+    found = []
+    for work in group.works:
+        tried = speeds[work.label]
+        reach = near * max(tried.values(), default=0.0)
+        found.append((work, [runners[i] for i in tried if tried[i] >= reach]))
+    for runner in runners:
+        if runner in started and not any(runner in kept for _, kept in found):
+            runner.stop()
+            started.remove(runner)
+    return found
 
 
 def first_tokens(args: argparse.Namespace, skipped: list[str]) -> dict[str, tuple[float, str]]:
@@ -546,7 +561,7 @@ def main() -> int:
     )
     parser.add_argument("--openvino-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--without", action="append", default=[], choices=("llama.cpp", "OpenVINO GenAI"))
-    parser.add_argument("--json", metavar="FILE", help="write the figures, with every round, as well")
+    parser.add_argument("--json", metavar="FILE", help="write the figures as well")
     for hidden in ("--serve", "--options", "--out", "--room", "--first"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -560,7 +575,11 @@ def main() -> int:
         os.write(1, text.encode() or b" ")
         return 0
     date = time.strftime("%Y-%m-%d")
-    rows, versions, skipped = run_tasks(args)
+    rows: list[Row] = []
+    versions: dict[str, str] = {}
+    skipped: list[str] = []
+    for group in groups(args):
+        rows += run_group(args, group, versions, skipped)
     first = {} if args.no_first else first_tokens(args, skipped)
     named = ", ".join(f"{program} {version}" for program, version in versions.items())
     print(
