@@ -86,7 +86,9 @@ class CpuOps final : public Ops {
   }
   std::size_t packed_bytes() const override {
     std::size_t bytes = 0;
-    for (const MatrixView& m : matrices_) bytes += aligned(m.packed_bytes());
+    for (const MatrixView& m : matrices_) {
+      if (cpu::can_pack(m.type)) bytes += aligned(m.packed_bytes());
+    }
     return bytes;
   }
   bool packed() const override { return packed_; }
@@ -100,8 +102,8 @@ class CpuOps final : public Ops {
     team_.run([&](int thread) {
       auto* row = reinterpret_cast<std::uint8_t*>(scratch(thread));  // at most 4 bytes an element
       for (std::size_t m = size(thread); m < s.rows.size(); m += size(team_.size())) {
-        if (packed_) cpu::unpack_row(table, s.rows[m].token, row);
-        k_.dequantize_row(table.type, packed_ ? row : u8(w.token_embd.row(s.rows[m].token)),
+        if (table.packed) cpu::unpack_row(table, s.rows[m].token, row);
+        k_.dequantize_row(table.type, table.packed ? row : u8(w.token_embd.row(s.rows[m].token)),
                           &s.a.x[m * size(c.n_embd)], c.n_embd);
       }
     });
@@ -250,6 +252,7 @@ class CpuOps final : public Ops {
     auto* out = reinterpret_cast<std::uint8_t*>(region_.bytes().data());
     w.for_each_matrix([&](const Matrix& matrix) {
       MatrixView& m = matrices_[matrix.index];
+      if (!cpu::can_pack(m.type)) return;  // it stays in the file
       LocalClaims claims(m.groups(), 16, team_.size());
       team_.run([&](int thread) {
         for (std::int64_t begin, end; claims.take(thread, begin, end);) {
@@ -257,6 +260,7 @@ class CpuOps final : public Ops {
         }
       });
       m.data = out;
+      m.packed = true;
       out += aligned(m.packed_bytes());
       host::drop_pages(matrix.data);
     });
@@ -354,7 +358,7 @@ class CpuOps final : public Ops {
       const cpu::MatmulArgs args{*p.w, p.bias, x.x,   x.quantized, static_cast<std::int32_t>(x.M),
                                  p.y,  p.add,  p.into};
       std::byte* product = memory(thread) + scratch_at_.product;
-      if (packed_) {
+      if (p.w->packed) {
         k_.matmul(args, from, to, product);
       } else {
         k_.row_matmul(args, from * cpu::kGroup, std::min(to * cpu::kGroup, p.w->rows),

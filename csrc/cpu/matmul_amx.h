@@ -27,6 +27,7 @@ inline void configure_tiles(int words) {
     c.row_bytes[t] = static_cast<std::uint16_t>(t == 4 || t == 5 ? 4 * words : 4 * kGroup);
     c.rows[t] = static_cast<std::uint8_t>(t == 6 ? words : kTileTokens);
   }
+  asm volatile("" : : "r"(&c) : "memory");  // GCC 12 does not know that the next line reads it
   _tile_loadconfig(&c);
 }
 
