@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "cpu/fast_types.h"
 #include "gguf/text.h"
 #include "ringlm/error.h"
 
@@ -147,6 +148,12 @@ py::dict type_sizes() {
   return sizes;
 }
 
+std::vector<std::string> fast_types() {
+  std::vector<std::string> names;
+  for (const gguf::DType type : cpu::fast_types()) names.emplace_back(gguf::traits(type).name);
+  return names;
+}
+
 }  // namespace
 
 void bind_gguf(py::module_& m) {
@@ -198,6 +205,8 @@ InvalidArgument when there is no such tensor.)")
 
   m.def("gguf_type_sizes", &type_sizes,
         "Every tensor type that can be read: name to (number in the file, elements a block, bytes a block).");
+  m.def("fast_types", &fast_types,
+        "Names of the tensor types whose matrix products have packed CPU kernels.");
 }
 
 }  // namespace ringlm::bindings

@@ -44,12 +44,12 @@ void bind_model(py::module_& m) {
 
   py::class_<ModelHandle>(m, "Model")
       .def(py::init([](const std::filesystem::path& path, int n_threads, const std::string& backend,
-                       const std::vector<std::int32_t>& window) {
+                       const std::vector<std::int32_t>& window, bool repack) {
              const NoGil no_gil;
-             return ModelHandle{Model::open(path, {n_threads, backend, window})};
+             return ModelHandle{Model::open(path, {n_threads, backend, repack, window})};
            }),
            py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu",
-           py::arg("window") = std::vector<std::int32_t>{})
+           py::arg("window") = std::vector<std::int32_t>{}, py::arg("repack") = true)
       .def_property_readonly("config", [](const ModelHandle& h) { return h.get()->config(); })
       .def_property_readonly(
           "path",
@@ -57,6 +57,7 @@ void bind_model(py::module_& m) {
       .def_property_readonly("n_threads", [](const ModelHandle& h) { return h.get()->n_threads(); })
       .def_property_readonly("backend", [](const ModelHandle& h) { return h.get()->backend(); })
       .def_property_readonly("nbytes", [](const ModelHandle& h) { return h.get()->weight_bytes(); })
+      .def_property_readonly("packed_nbytes", [](const ModelHandle& h) { return h.get()->packed_bytes(); })
       .def_property_readonly("shared_nbytes", [](const ModelHandle& h) { return h.get()->shared_bytes(); })
       .def_property_readonly("closed", [](const ModelHandle& h) { return h.model == nullptr; })
       .def("close", [](ModelHandle& h) { h.model.reset(); });

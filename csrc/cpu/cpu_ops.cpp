@@ -2,25 +2,40 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
+#include <span>
 #include <vector>
 
+#include "cpu/attention.h"
 #include "cpu/kernels.h"
+#include "cpu/pack.h"
 #include "cpu/team.h"
+#include "gguf/types.h"
+#include "host/memory.h"
 #include "model/rope.h"
+#include "ringlm/error.h"
 
 namespace ringlm {
 namespace {
 
-using cpu::Partial;
+using cpu::ActBlock;
+using cpu::LocalClaims;
+using cpu::MatrixView;
 
 const std::uint8_t* u8(const std::byte* p) { return reinterpret_cast<const std::uint8_t*>(p); }
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-// What one thread needs: float32 weight rows of a matmul, or the sums of a group of heads twice.
+std::size_t aligned(std::size_t n) { return (n + 63) / 64 * 64; }
+
+std::int32_t widest_input(const Config& c) { return std::max({c.n_embd, c.q_dim(), c.n_ff}); }
+
+// Blocks that hold a row of any input of a projection.
+std::size_t blocks_of(std::int32_t cols) { return size(cols / cpu::kActBlock); }
+
+// What one thread needs: a row after its norm and float32 weight rows of a product, or one head.
 std::size_t scratch_floats(const Config& c) {
-  const std::int32_t widest = std::max({c.n_embd, c.q_dim(), c.n_ff});
-  const std::size_t group_sums = size(c.group()) * size(c.head_dim);
-  return std::max(cpu::matmul_scratch(widest), 2 * group_sums);
+  const std::int32_t widest = std::max(widest_input(c), c.head_dim);
+  return size(widest) + cpu::matmul_scratch(widest);
 }
 
 float dot(std::span<const float> a, std::span<const float> b) {
@@ -31,43 +46,65 @@ float dot(std::span<const float> a, std::span<const float> b) {
 
 class CpuOps final : public Ops {
  public:
-  CpuOps(const Config& c, int n_threads)
-      : team_(n_threads > 0 ? n_threads : cpu::default_thread_count()),
+  CpuOps(const Config& c, const Weights& w, const CpuOptions& options)
+      : shared_team_(
+            cpu::Team::shared(options.n_threads > 0 ? options.n_threads : cpu::default_thread_count())),
+        team_(*shared_team_),
         k_(cpu::kernels()),
+        packed_(options.pack),
         rotation_(kv::make_rotation(c.head_dim)),
         rotation_tables_(cpu::rotation_tables(rotation_)),
         scratch_floats_(scratch_floats(c)),
         scratch_(scratch_floats_ * size(team_.size())),
-        parts_(2 * size(c.group()) * size(team_.size())) {}
+        quantized_(blocks_of(widest_input(c)) * size(team_.size())),
+        attention_(c, k_, rotation_, rotation_tables_, team_.size()) {
+    matrices_.resize(w.n_matrices);
+    w.for_each_matrix([&](const Matrix& m) {
+      matrices_[m.index] = {m.type, m.rows, m.cols, m.row_bytes, u8(m.data.data())};
+    });
+    if (packed_) pack(w);
+  }
 
   const char* name() const override { return k_.name; }
   int n_threads() const override { return team_.size(); }
 
-  // Of one row: a state per tile and head.
   std::size_t tile_floats(const Config& c, std::int64_t tiles) const override {
-    return size(tiles) * size(c.n_head) * (size(c.head_dim) + sizeof(Partial) / sizeof(float));
+    return cpu::Attention::tile_floats(c, tiles);
   }
+  std::size_t quantized_bytes(const Config& c) const override {
+    return packed_ ? blocks_of(widest_input(c)) * sizeof(ActBlock) : 0;
+  }
+  std::size_t packed_bytes() const override {
+    std::size_t bytes = 0;
+    for (const MatrixView& m : matrices_) bytes += aligned(m.packed_bytes());
+    return bytes;
+  }
+  bool packed() const override { return packed_; }
   std::size_t scratch_bytes() const override {
-    return (scratch_.size() + rotation_tables_.size()) * sizeof(float) + parts_.size() * sizeof(Partial);
+    return (scratch_.size() + rotation_tables_.size()) * sizeof(float) +
+           quantized_.size() * sizeof(ActBlock) + attention_.bytes() + matrices_.size() * sizeof(MatrixView);
   }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
+    const MatrixView& table = matrices_[w.token_embd.index];
     team_.run([&](int thread) {
+      auto* row = reinterpret_cast<std::uint8_t*>(scratch(thread));  // at most 4 bytes an element
       for (std::size_t m = size(thread); m < s.rows.size(); m += size(team_.size())) {
-        k_.dequantize_row(w.token_embd.type, u8(w.token_embd.row(s.rows[m].token)),
+        if (packed_) cpu::unpack_row(table, s.rows[m].token, row);
+        k_.dequantize_row(table.type, packed_ ? row : u8(w.token_embd.row(s.rows[m].token)),
                           &s.a.x[m * size(c.n_embd)], c.n_embd);
       }
     });
   }
 
   void norm_qkv(const Config& c, const LayerWeights& w, const Step& s) override {
-    const std::size_t M = s.rows.size();
+    const Product products[] = {product(w.q, w.q_bias, s.a.q), product(w.k, w.k_bias, s.a.k),
+                                product(w.v, w.v_bias, s.a.v)};
+    LocalClaims claims = claims_of(products, s.rows.size());
     team_.run([&](int thread) {
-      norm(c, w.attn_norm, s.a.x, s.a.normed, M, thread);
-      team_.barrier();
-      matmul(w.q, w.q_bias, s.a.normed, s.a.q, M, false, thread);
-      matmul(w.k, w.k_bias, s.a.normed, s.a.k, M, false, thread);
-      matmul(w.v, w.v_bias, s.a.normed, s.a.v, M, false, thread);
+      const Input x = normed(c, w.attn_norm, s, products, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        multiply(products, x, begin, end, thread);
     });
   }
 
@@ -123,39 +160,36 @@ class CpuOps final : public Ops {
     });
   }
 
-  // What a query sees is cut into tiles by its position alone. A tile's result does not depend on who
-  // computes it, and results are merged in the order of the tiles, so both ways below give the same bits.
   void attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) override {
-    const auto items = static_cast<std::int64_t>(s.rows.size()) * c.n_head_kv;
-    if (s.rows.size() == 1 || items < team_.size()) {
-      for (std::size_t m = 0; m < s.rows.size(); ++m) attend_split(c, w, layer, s, m);
-    } else {
-      attend_whole(c, w, layer, s);
-    }
+    attention_.run(team_, c, w, layer, s);
   }
 
   void out_residual(const Config&, const LayerWeights& w, const Step& s) override {
-    team_.run([&](int thread) { matmul(w.out, w.out_bias, s.a.att, s.a.x, s.rows.size(), true, thread); });
+    add_projection(w.out, w.out_bias, s.a.att, s);
   }
 
   void norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) override {
-    const std::size_t M = s.rows.size();
+    const Product gate[] = {product(w.gate, w.gate_bias, s.a.gate)};
+    const Product up[] = {product(w.up, w.up_bias, s.a.up)};
+    const Product both[] = {gate[0], up[0]};
+    LocalClaims claims = claims_of(gate, s.rows.size());
     team_.run([&](int thread) {
-      norm(c, w.ffn_norm, s.a.x, s.a.normed, M, thread);
-      team_.barrier();
-      matmul(w.gate, w.gate_bias, s.a.normed, s.a.gate, M, false, thread);
-      matmul(w.up, w.up_bias, s.a.normed, s.a.up, M, false, thread);
-      const auto [begin, end] =
-          cpu::share(c.n_ff, thread, team_.size());  // the columns that this thread just wrote
-      for (std::size_t m = 0; m < M; ++m) {
-        const std::size_t at = m * size(c.n_ff) + size(begin);
-        k_.silu_mul(&s.a.gate[at], &s.a.up[at], end - begin);
+      const Input x = normed(c, w.ffn_norm, s, both, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);) {
+        multiply(gate, x, begin, end, thread);
+        multiply(up, x, begin, end, thread);
+        const std::int64_t first = begin * cpu::kGroup,
+                           last = std::min<std::int64_t>(end * cpu::kGroup, c.n_ff);
+        for (std::size_t m = 0; m < s.rows.size(); ++m) {
+          const std::size_t at = m * size(c.n_ff) + size(first);
+          k_.silu_mul(&s.a.gate[at], &s.a.up[at], last - first);
+        }
       }
     });
   }
 
   void down_residual(const Config&, const LayerWeights& w, const Step& s) override {
-    team_.run([&](int thread) { matmul(w.down, w.down_bias, s.a.gate, s.a.x, s.rows.size(), true, thread); });
+    add_projection(w.down, w.down_bias, s.a.gate, s);
   }
 
   void norm_head(const Config& c, const Weights& w, const Step& s) override {
@@ -167,137 +201,175 @@ class CpuOps final : public Ops {
       s.a.heads[n++] = s.rows[m].logits;
     }
     if (n == 0) return;
-    team_.run([&](int thread) { matmul(w.head, {}, s.a.normed, {}, n, false, thread, s.a.heads.data()); });
+    Product head = product(w.head, {}, {});
+    head.into = s.a.heads.data();
+    multiply_all({&head, 1}, s.a.normed, n, s);
   }
 
  private:
+  // The rows of a step as the input of products: M of them, and quantized where a matrix wants that.
+  struct Input {
+    const float* x;             // [M, cols]
+    const ActBlock* quantized;  // [M, cols / kActBlock] or null
+    std::size_t M;
+  };
+
+  // y [M, rows] (+)= w x + bias, or into a row of its own for every token.
+  struct Product {
+    const MatrixView* w;
+    const float* bias;
+    float* y;
+    bool add;
+    float* const* into;
+  };
+
+  Product product(const Matrix& w, const Vector& bias, std::span<float> y) const {
+    return {&matrices_[w.index], bias.empty() ? nullptr : bias.data(), y.data(), false, nullptr};
+  }
+
+  // The file's matrices in the order of the kernels, by all threads; the file's pages are let go.
+  void pack(const Weights& w) {
+    const std::size_t bytes = packed_bytes();
+    const std::size_t there = host::available_memory();
+    if (bytes > there) {
+      throw OutOfMemory("the weights need " + host::format_bytes(bytes) +
+                        " of memory when they are packed, but only " + host::format_bytes(there) +
+                        " is available; without packing (repack=False) they stay in the mapped file");
+    }
+    region_ = host::Region(bytes, "packed weights", host::Region::Pages::Absent);
+    auto* out = reinterpret_cast<std::uint8_t*>(region_.bytes().data());
+    w.for_each_matrix([&](const Matrix& matrix) {
+      MatrixView& m = matrices_[matrix.index];
+      LocalClaims claims(m.groups(), 16, team_.size());
+      team_.run([&](int thread) {
+        for (std::int64_t begin, end; claims.take(thread, begin, end);) {
+          cpu::pack(m, m.data, static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end), out);
+        }
+      });
+      m.data = out;
+      out += aligned(m.packed_bytes());
+      host::drop_pages(matrix.data);
+    });
+  }
+
   float* scratch(int thread) { return scratch_.data() + size(thread) * scratch_floats_; }
+
+  ActBlock* quantized(int thread) {
+    return quantized_.data() + size(thread) * (quantized_.size() / size(team_.size()));
+  }
 
   void rotate(float* head, bool back) const { k_.rotate(rotation_, rotation_tables_.data(), head, back); }
 
-  // This thread's rows of the step.
-  void norm(const Config& c, const Vector& w, std::span<float> x, std::span<float> y, std::size_t M,
-            int thread) {
+  // Groups of rows that a thread takes at a time: enough for a stream of memory, few enough that threads end
+  // together.
+  LocalClaims claims_of(std::span<const Product> products, std::size_t M) const {
+    constexpr std::size_t bytes = 24 << 10;
+    std::int64_t groups = 0;
+    for (const Product& p : products) groups += p.w->groups();
+    const std::size_t grain = M == 1 ? bytes / products[0].w->group_bytes() : 2;
+    return {groups, std::max<std::int64_t>(1, static_cast<std::int64_t>(grain)), team_.size()};
+  }
+
+  bool wants_quantized(std::span<const Product> products) const {
+    return packed_ && std::any_of(products.begin(), products.end(),
+                                  [](const Product& p) { return gguf::traits(p.w->type).block_size > 1; });
+  }
+
+  // RMSNorm of every row of the step, and quantized. One row is done by every thread for itself, which is
+  // quicker than to wait for another.
+  Input normed(const Config& c, const Vector& weight, const Step& s, std::span<const Product> products,
+               int thread) {
+    const std::size_t M = s.rows.size(), n = size(c.n_embd);
+    const bool quantize = wants_quantized(products);
+    if (M == 1) {
+      float* y = scratch(thread);
+      k_.rms_norm(s.a.x.data(), weight.data(), c.norm_eps, y, c.n_embd);
+      if (quantize) k_.quantize(y, quantized(thread), c.n_embd);
+      return {y, quantize ? quantized(thread) : nullptr, 1};
+    }
+    auto* q = reinterpret_cast<ActBlock*>(s.a.quantized.data());
     for (std::size_t m = size(thread); m < M; m += size(team_.size())) {
-      k_.rms_norm(&x[m * size(c.n_embd)], w.data(), c.norm_eps, &y[m * size(c.n_embd)], c.n_embd);
+      float* y = &s.a.normed[m * n];
+      k_.rms_norm(&s.a.x[m * n], weight.data(), c.norm_eps, y, c.n_embd);
+      if (quantize) k_.quantize(y, q + m * blocks_of(c.n_embd), c.n_embd);
+    }
+    team_.barrier();
+    return {s.a.normed.data(), quantize ? q : nullptr, M};
+  }
+
+  // x [M, cols], quantized the same way.
+  Input input(std::span<const float> x, std::size_t M, const Step& s, std::span<const Product> products,
+              int thread) {
+    if (!wants_quantized(products)) return {x.data(), nullptr, M};
+    const std::int32_t cols = products[0].w->cols;
+    if (M == 1) {
+      k_.quantize(x.data(), quantized(thread), cols);
+      return {x.data(), quantized(thread), 1};
+    }
+    auto* q = reinterpret_cast<ActBlock*>(s.a.quantized.data());
+    for (std::size_t m = size(thread); m < M; m += size(team_.size())) {
+      k_.quantize(&x[m * size(cols)], q + m * blocks_of(cols), cols);
+    }
+    team_.barrier();
+    return {x.data(), q, M};
+  }
+
+  void multiply_all(std::span<const Product> products, std::span<const float> x, std::size_t M,
+                    const Step& s) {
+    LocalClaims claims = claims_of(products, M);
+    team_.run([&](int thread) {
+      const Input in = input(x, M, s, products, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        multiply(products, in, begin, end, thread);
+    });
+  }
+
+  // x += projection of `from`, plus bias
+  void add_projection(const Matrix& w, const Vector& bias, std::span<const float> from, const Step& s) {
+    Product p = product(w, bias, s.a.x);
+    p.add = true;
+    multiply_all({&p, 1}, from, s.rows.size(), s);
+  }
+
+  // Groups [begin, end) of all products' rows, counted through.
+  void multiply(std::span<const Product> products, const Input& x, std::int64_t begin, std::int64_t end,
+                int thread) {
+    std::int64_t first = 0;
+    for (const Product& p : products) {
+      const std::int64_t last = first + p.w->groups();
+      const auto from = static_cast<std::int32_t>(std::clamp(begin, first, last) - first);
+      const auto to = static_cast<std::int32_t>(std::clamp(end, first, last) - first);
+      first = last;
+      if (from == to) continue;
+      const cpu::MatmulArgs args{*p.w, p.bias, x.x,   x.quantized, static_cast<std::int32_t>(x.M),
+                                 p.y,  p.add,  p.into};
+      if (packed_) {
+        k_.matmul(args, from, to);
+      } else {
+        k_.row_matmul(args, from * cpu::kGroup, std::min(to * cpu::kGroup, p.w->rows),
+                      scratch(thread) + p.w->cols);
+      }
     }
   }
 
-  // This thread's share of the outputs, into y [M, rows] or into a row of its own for every token.
-  void matmul(const Matrix& w, const Vector& bias, std::span<float> x, std::span<float> y, std::size_t M,
-              bool add, int thread, float* const* into = nullptr) {
-    const cpu::MatmulArgs args{w.type,
-                               u8(w.data.data()),
-                               w.row_bytes,
-                               w.cols,
-                               bias.empty() ? nullptr : bias.data(),
-                               x.data(),
-                               static_cast<std::int32_t>(M),
-                               y.data(),
-                               w.rows,
-                               add,
-                               into};
-    const auto [begin, end] = cpu::share(w.rows, thread, team_.size());
-    k_.matmul(args, static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end), scratch(thread));
-  }
-
-  // One tile of KV head `head` for row m.
-  void attend_tile(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s, std::size_t m,
-                   std::int32_t head, const kv::Tile& tile, Partial* parts, float* sums) {
-    const kv::Cache& cache = *s.rows[m].kv;
-    const kv::Ring& ring = cache.ring(layer);
-    const std::int64_t slot = ring.slot(tile.first);
-    const Epoch epoch = epoch_of(cache.layout(), tile.first, s.rows[m].position, tile.pinned);
-    const std::size_t q_head = m * size(c.n_head) + size(head) * size(c.group());
-    const cpu::TileArgs args{
-        (tile.pinned ? s.a.q_pinned : s.a.q).data() + q_head * size(c.head_dim),
-        c.group(),
-        c.head_dim,
-        1.0f / std::sqrt(static_cast<float>(c.head_dim)),
-        cache.k(layer, head),
-        cache.v(layer, head),
-        slot,
-        tile.n,
-        static_cast<std::int32_t>(std::min<std::int64_t>(tile.n, ring.capacity - slot)),
-        ring.pinned,
-        centred(w, cache) ? s.a.offsets.data() + q_head * kEpochs + size(epoch) : nullptr,
-        kEpochs};
-    k_.attend_tile(args, parts, sums);
-  }
-
-  // The end of a head: the weighted mean, and values back from their rotation.
-  void finish(const kv::Cache& cache, const Partial& part, const float* sum, float* out,
-              std::int32_t head_dim) {
-    k_.finish(part, sum, out, head_dim);
-    if (cache.layout().v_format == KvFormat::Int8) rotate(out, true);
-  }
-
-  // Few heads, many positions. Threads take tiles; then each head merges its own.
-  void attend_split(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s,
-                    std::size_t m) {
-    const kv::Cache& cache = *s.rows[m].kv;
-    const kv::Tiles tiles(cache.ring(layer), s.rows[m].position);
-    const std::size_t states = size(tiles.count()) * size(c.n_head);  // [tiles, n_head]
-    auto* parts = reinterpret_cast<Partial*>(s.rows[m].tiles);
-    float* sums = s.rows[m].tiles + states * sizeof(Partial) / sizeof(float);
-    team_.run([&](int thread) {
-      for (std::int64_t i = thread; i < tiles.count() * c.n_head_kv; i += team_.size()) {
-        const std::int64_t tile = i / c.n_head_kv;
-        const auto head = static_cast<std::int32_t>(i % c.n_head_kv);
-        const std::size_t state = size(tile) * size(c.n_head) + size(head) * size(c.group());
-        attend_tile(c, w, layer, s, m, head, tiles[tile], parts + state, sums + state * size(c.head_dim));
-      }
-      team_.barrier();
-      for (std::int64_t h = thread; h < c.n_head; h += team_.size()) {
-        for (std::int64_t tile = 1; tile < tiles.count(); ++tile) {
-          const std::size_t from = size(tile) * size(c.n_head) + size(h);
-          k_.merge(parts[h], sums + h * c.head_dim, parts[from], sums + from * size(c.head_dim), c.head_dim);
-        }
-        finish(cache, parts[h], sums + h * c.head_dim,
-               &s.a.att[(m * size(c.n_head) + size(h)) * size(c.head_dim)], c.head_dim);
-      }
-    });
-  }
-
-  // Many rows. A thread takes a row and KV head through all its tiles.
-  void attend_whole(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
-    const std::int32_t group = c.group(), d = c.head_dim;
-    const auto items = static_cast<std::int64_t>(s.rows.size()) * c.n_head_kv;
-    team_.run([&](int thread) {
-      float* into_sums = scratch(thread);
-      float* from_sums = into_sums + group * d;
-      Partial* into = parts_.data() + 2 * size(group) * size(thread);
-      Partial* from = into + group;
-      for (std::int64_t i = thread; i < items; i += team_.size()) {
-        const std::size_t m = size(i / c.n_head_kv);
-        const auto head = static_cast<std::int32_t>(i % c.n_head_kv);
-        const kv::Cache& cache = *s.rows[m].kv;
-        const kv::Tiles tiles(cache.ring(layer), s.rows[m].position);
-        attend_tile(c, w, layer, s, m, head, tiles[0], into, into_sums);
-        for (std::int64_t tile = 1; tile < tiles.count(); ++tile) {
-          attend_tile(c, w, layer, s, m, head, tiles[tile], from, from_sums);
-          for (std::int32_t g = 0; g < group; ++g)
-            k_.merge(into[g], into_sums + g * d, from[g], from_sums + g * d, d);
-        }
-        float* out = &s.a.att[m * size(c.q_dim()) + size(head) * size(group) * size(d)];
-        for (std::int32_t g = 0; g < group; ++g) finish(cache, into[g], into_sums + g * d, out + g * d, d);
-      }
-    });
-  }
-
-  cpu::Team team_;
+  const std::shared_ptr<cpu::Team> shared_team_;  // with the other models of the process
+  cpu::Team& team_;
   const cpu::Kernels& k_;
-  const kv::Rotation rotation_;  // of every INT8 cache of the model
+  const bool packed_;
+  host::Region region_;               // of the packed matrices
+  std::vector<MatrixView> matrices_;  // by Matrix::index, packed or as in the file
+  const kv::Rotation rotation_;       // of every INT8 cache of the model
   const std::vector<float> rotation_tables_;
   std::size_t scratch_floats_;
-  std::vector<float> scratch_;  // [threads, scratch_floats_]
-  std::vector<Partial> parts_;  // [threads, 2, group]
+  std::vector<float> scratch_;       // [threads, scratch_floats_]
+  std::vector<ActBlock> quantized_;  // [threads, blocks of the widest row]
+  cpu::Attention attention_;
 };
 
 }  // namespace
 
-std::unique_ptr<Ops> make_cpu_ops(const Config& config, int n_threads) {
-  return std::make_unique<CpuOps>(config, n_threads);
+std::unique_ptr<Ops> make_cpu_ops(const Config& config, const Weights& weights, const CpuOptions& options) {
+  return std::make_unique<CpuOps>(config, weights, options);
 }
 
 }  // namespace ringlm

@@ -2,6 +2,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <bit>
@@ -15,10 +17,33 @@ namespace ringlm::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// clang 14's __builtin_cpu_supports does not know the name.
+// clang 14's __builtin_cpu_supports does not know all names.
 bool has_f16c() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+
+bool has_avxvnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1u);
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
+// Tiles are state that the system has to be asked for, once in a process.
+bool has_amx() {
+  constexpr unsigned tile = 1u << 24, int8 = 1u << 25;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  if ((edx & tile) == 0 || (edx & int8) == 0) return false;
+  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return ::syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 #endif
 
@@ -39,11 +64,10 @@ const Kernels& choose() {
 std::vector<const Kernels*> runnable_kernels() {
   std::vector<const Kernels*> sets;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    sets.push_back(&kAvx512);
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) sets.push_back(&kAvx2);
+  if (has_amx()) sets.push_back(&kAmx);
+  if (has_avx512()) sets.push_back(&kAvx512);
+  if (has_avxvnni()) sets.push_back(&kAvxVnni);
+  if (has_avx2()) sets.push_back(&kAvx2);
 #endif
   sets.push_back(&kGeneric);
   return sets;

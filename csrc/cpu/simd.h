@@ -34,6 +34,8 @@ inline u8x16 shift_right(u8x16 a, int n) {
   return {_mm_srl_epi16(a.v, _mm_cvtsi32_si128(n))};
 }  // across byte borders: mask the result
 inline u8x16 shift_left(u8x16 a, int n) { return {_mm_sll_epi16(a.v, _mm_cvtsi32_si128(n))}; }
+// Byte j is table[index[j]], for indices below 16.
+inline u8x16 look_up(u8x16 table, u8x16 index) { return {_mm_shuffle_epi8(table.v, index.v)}; }
 // Byte j is 0xff where bit j is set, else 0.
 inline u8x16 bits_to_masks(std::uint32_t bits) {
   const __m128i spread =
@@ -183,6 +185,7 @@ inline u8x16 operator&(u8x16 a, u8x16 b) { return {vandq_u8(a.v, b.v)}; }
 inline u8x16 operator|(u8x16 a, u8x16 b) { return {vorrq_u8(a.v, b.v)}; }
 inline u8x16 shift_right(u8x16 a, int n) { return {vshlq_u8(a.v, vdupq_n_s8(static_cast<std::int8_t>(-n)))}; }
 inline u8x16 shift_left(u8x16 a, int n) { return {vshlq_u8(a.v, vdupq_n_s8(static_cast<std::int8_t>(n)))}; }
+inline u8x16 look_up(u8x16 table, u8x16 index) { return {vqtbl1q_u8(table.v, index.v)}; }
 inline u8x16 bits_to_masks(std::uint32_t bits) {
   const uint8x8_t one = vcreate_u8(0x8040201008040201ull);
   const auto half = [&](std::uint32_t b) { return vtst_u8(vdup_n_u8(static_cast<std::uint8_t>(b)), one); };
@@ -285,6 +288,9 @@ inline u8x16 shift_right(u8x16 a, int n) {
 }
 inline u8x16 shift_left(u8x16 a, int n) {
   return each_u8([&](int i) { return a.v[i] << n; });
+}
+inline u8x16 look_up(u8x16 table, u8x16 index) {
+  return each_u8([&](int i) { return table.v[index.v[i]]; });
 }
 inline u8x16 bits_to_masks(std::uint32_t bits) {
   return each_u8([=](int i) { return 0u - ((bits >> i) & 1u); });

@@ -76,6 +76,38 @@ struct Q8_0 {
   }
 };
 
+struct Q2_K {
+  static f32x32 at(const std::uint8_t* row, std::int32_t i) {
+    const std::uint8_t* p = row + 84 * static_cast<std::int64_t>(i / 8);
+    const int half = i % 8 / 4, quarter = i % 4;
+    const std::uint8_t* q = p + 16 + 32 * half;
+    const std::uint8_t* scale = p + 2 * (i % 8);
+    const float d = blocks::f16_at(p + 80), dmin = blocks::f16_at(p + 82);
+    const auto weights = [=](int k) {  // a scale covers 16 weights
+      const u8x16 codes = shift_right(load_u8(q + 16 * k), 2 * quarter) & set1_u8(3);
+      return to_f32(codes) * set1(d * static_cast<float>(scale[k] & 15)) -
+             set1(dmin * static_cast<float>(scale[k] >> 4));
+    };
+    return {weights(0), weights(1)};
+  }
+};
+
+struct Q3_K {
+  static f32x32 at(const std::uint8_t* row, std::int32_t i) {
+    const std::uint8_t* p = row + 110 * static_cast<std::int64_t>(i / 8);
+    const int g = i % 8, half = g / 4, quarter = g % 4;
+    const std::uint8_t* q = p + 32 + 32 * half;
+    const float d = blocks::f16_at(p + 108);
+    const auto weights = [=](int k) {  // a scale covers 16 weights
+      const u8x16 low = shift_right(load_u8(q + 16 * k), 2 * quarter) & set1_u8(3);
+      const u8x16 third = shift_left(shift_right(load_u8(p + 16 * k), g) & set1_u8(1), 2);
+      return (to_f32(low | third) - set1(4.0f)) *
+             set1(d * static_cast<float>(blocks::q3_k_scale(p + 96, 2 * g + k)));
+    };
+    return {weights(0), weights(1)};
+  }
+};
+
 // Scale and minimum of group g of a Q4_K or Q5_K block.
 struct KScale {
   float d, m;
@@ -131,6 +163,29 @@ struct Q6_K {
   }
 };
 
+// The values of sixteen bytes of two codes.
+inline f32x32 iq4_values(const std::uint8_t* q, float d) {
+  const u8x16 table = load_u8(reinterpret_cast<const std::uint8_t*>(blocks::kIq4Values));
+  const u8x16 codes = load_u8(q);
+  return times(signed_to_f32(look_up(table, low_nibbles(codes))),
+               signed_to_f32(look_up(table, high_nibbles(codes))), d);
+}
+
+struct IQ4_NL {
+  static f32x32 at(const std::uint8_t* row, std::int32_t i) {
+    const std::uint8_t* p = row + 18 * static_cast<std::int64_t>(i);
+    return iq4_values(p + 2, blocks::f16_at(p));
+  }
+};
+
+struct IQ4_XS {
+  static f32x32 at(const std::uint8_t* row, std::int32_t i) {
+    const std::uint8_t* p = row + 136 * static_cast<std::int64_t>(i / 8);
+    const int g = i % 8;
+    return iq4_values(p + 8 + 16 * g, blocks::f16_at(p) * static_cast<float>(blocks::iq4_xs_scale(p, g)));
+  }
+};
+
 // Calls f with the type's struct; false for a type that has none here.
 template <class F>
 inline bool with_quantized(gguf::DType type, F f) {
@@ -150,6 +205,12 @@ inline bool with_quantized(gguf::DType type, F f) {
     case gguf::DType::Q8_0:
       f(Q8_0{});
       return true;
+    case gguf::DType::Q2_K:
+      f(Q2_K{});
+      return true;
+    case gguf::DType::Q3_K:
+      f(Q3_K{});
+      return true;
     case gguf::DType::Q4_K:
       f(Q4_K{});
       return true;
@@ -158,6 +219,12 @@ inline bool with_quantized(gguf::DType type, F f) {
       return true;
     case gguf::DType::Q6_K:
       f(Q6_K{});
+      return true;
+    case gguf::DType::IQ4_NL:
+      f(IQ4_NL{});
+      return true;
+    case gguf::DType::IQ4_XS:
+      f(IQ4_XS{});
       return true;
     default:
       return false;

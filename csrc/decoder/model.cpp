@@ -15,8 +15,8 @@
 namespace ringlm {
 namespace {
 
-std::unique_ptr<Ops> make_ops(const Config& config, const ModelOptions& options) {
-  if (options.backend == "cpu") return make_cpu_ops(config, options.n_threads);
+std::unique_ptr<Ops> make_ops(const Config& config, const Weights& weights, const ModelOptions& options) {
+  if (options.backend == "cpu") return make_cpu_ops(config, weights, {options.n_threads, options.repack});
   if (options.backend == "reference") return make_reference_ops();
   throw InvalidArgument("backend is '" + options.backend + "'; there are 'cpu' and 'reference'");
 }
@@ -50,7 +50,7 @@ std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, cons
   set_windows(config, options.windows);
   Weights weights = bind_weights(file, config);
   auto frequencies = rope_frequencies(config, weights.rope_freq_factors);
-  auto ops = make_ops(config, options);
+  auto ops = make_ops(config, weights, options);
   auto parts = std::make_unique<Parts>(Parts{std::move(file), std::move(config), std::move(weights),
                                              std::move(frequencies), std::move(ops), ::getpid()});
   return std::shared_ptr<const Model>(new Model(std::move(parts)));
@@ -70,7 +70,10 @@ Model::~Model() = default;
 
 const Config& Model::config() const noexcept { return parts_->config; }
 std::span<const std::filesystem::path> Model::paths() const noexcept { return parts_->file.paths(); }
-std::size_t Model::weight_bytes() const noexcept { return parts_->weights.nbytes; }
+std::size_t Model::weight_bytes() const noexcept {
+  return parts_->ops->packed() ? parts_->ops->packed_bytes() : parts_->weights.nbytes;
+}
+std::size_t Model::packed_bytes() const noexcept { return parts_->ops->packed_bytes(); }
 std::size_t Model::shared_bytes() const noexcept {
   const Weights& w = parts_->weights;
   std::size_t bytes = (w.output_norm.size() + w.rope_freq_factors.size()) * sizeof(float);

@@ -41,6 +41,9 @@ class TimedOps final : public Ops {
   std::size_t tile_floats(const Config& c, std::int64_t tiles) const override {
     return inner_.tile_floats(c, tiles);
   }
+  std::size_t quantized_bytes(const Config& c) const override { return inner_.quantized_bytes(c); }
+  std::size_t packed_bytes() const override { return inner_.packed_bytes(); }
+  bool packed() const override { return inner_.packed(); }
   std::size_t scratch_bytes() const override { return inner_.scratch_bytes(); }
   void embed(const Config&, const Weights&, const Step&) override;
   void norm_qkv(const Config&, const LayerWeights&, const Step&) override;

@@ -118,6 +118,47 @@ static inline void q8_0(const std::uint8_t* __restrict p, float* __restrict y, s
   }
 }
 
+// 256 weights: 16 bytes of a 4-bit scale and a 4-bit minimum (one pair for 16 weights), 64 bytes of four
+// codes, d, dmin. Half h of 128 weights: quarters of 32 take their bit pair from one shared set of bytes.
+// y = q (d scale) - dmin minimum.
+static inline void q2_k(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
+  for (; n; n -= 256, p += 84, y += 256) {
+    const float d = f16_at(p + 80), dmin = f16_at(p + 82);
+    for (int g = 0; g < 16; ++g) {  // a scale covers 16 weights
+      const std::uint8_t* q = p + 16 + 32 * (g / 8) + 16 * (g % 2);
+      const int shift = g % 8 / 2 * 2;
+      const float dg = d * static_cast<float>(p[g] & 15), mg = dmin * static_cast<float>(p[g] >> 4);
+      for (int j = 0; j < 16; ++j) y[16 * g + j] = dg * static_cast<float>((q[j] >> shift) & 3) - mg;
+    }
+  }
+}
+
+// Sixteen 6-bit scales in 12 bytes: the low nibbles of the first eight and of the last eight in bytes 0-7,
+// the upper bit pairs of scales i, i + 4, i + 8 and i + 12 in byte 8 + i. Scale i with its offset of 32 taken
+// off.
+static inline int q3_k_scale(const std::uint8_t* s, int i) {
+  const int low = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
+  return (low | (((s[8 + i % 4] >> (i / 4 * 2)) & 3) << 4)) - 32;
+}
+
+// 256 weights: 32 bytes of third bits (bit g of byte j belongs to weight j of group g of 32), 64 bytes of
+// four low bit pairs as in Q2_K, 12 bytes of scales (one for 16 weights), d. A third bit that is clear takes
+// 4 off. y = (d scale) q.
+static inline void q3_k(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
+  for (; n; n -= 256, p += 110, y += 256) {
+    const float d = f16_at(p + 108);
+    for (int g = 0; g < 16; ++g) {
+      const std::uint8_t* high = p + 16 * (g % 2);
+      const std::uint8_t* q = p + 32 + 32 * (g / 8) + 16 * (g % 2);
+      const int shift = g % 8 / 2 * 2, bit = g / 2;
+      const float dg = d * static_cast<float>(q3_k_scale(p + 96, g));
+      for (int j = 0; j < 16; ++j) {
+        y[16 * g + j] = dg * static_cast<float>(((q[j] >> shift) & 3) + (((high[j] >> bit) & 1) << 2) - 4);
+      }
+    }
+  }
+}
+
 // Eight 6-bit scales and eight 6-bit minima in 12 bytes: the first four of each in the low bits of bytes 0-7,
 // the low nibbles of the last four in bytes 8-11, their upper two bits on top of bytes 0-7.
 static inline void k_scales(const std::uint8_t* s, std::uint8_t scale[8], std::uint8_t minimum[8]) {
@@ -168,8 +209,8 @@ static inline void q5_k(const std::uint8_t* __restrict p, float* __restrict y, s
 }
 
 // 256 weights: 128 bytes of low nibbles, 64 bytes of upper bit pairs, 16 signed scales (one for 16 weights),
-// d. Half h of 128 weights: quarters of 32 take nibble and bit pair from one shared set of bytes. y = (q -
-// 32) (d scale).
+// d. Half h of 128 weights: quarters of 32 take nibble and bit pair from one shared set of bytes.
+// y = (q - 32) (d scale).
 static inline void q6_k(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
   for (; n; n -= 256, p += 210, y += 256) {
     const float d = f16_at(p + 208);
@@ -188,6 +229,43 @@ static inline void q6_k(const std::uint8_t* __restrict p, float* __restrict y, s
           out[64] = ds[s + 4] * static_cast<float>(((low[j] >> 4) | (((high[j] >> 4) & 3) << 4)) - 32);
           out[96] = ds[s + 6] * static_cast<float>(((low[j + 32] >> 4) | ((high[j] >> 6) << 4)) - 32);
         }
+      }
+    }
+  }
+}
+
+// What a code of IQ4_NL and IQ4_XS means: steps that widen away from zero.
+static constexpr std::int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                               1,    13,   25,  38,  53,  69,  89,  113};
+
+// 32 weights: d, 16 bytes of two codes. y = d value(q).
+static inline void iq4_nl(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
+  for (; n; n -= 32, p += 18, y += 32) {
+    const float d = f16_at(p);
+    for (int j = 0; j < 16; ++j) {
+      y[j] = d * static_cast<float>(kIq4Values[p[2 + j] & 15]);
+      y[j + 16] = d * static_cast<float>(kIq4Values[p[2 + j] >> 4]);
+    }
+  }
+}
+
+// Scale of group g of 32 weights of an IQ4_XS block: low nibbles in bytes 4-7, upper bit pairs in bytes 2-3.
+static inline int iq4_xs_scale(const std::uint8_t* p, int g) {
+  const int low = (p[4 + g / 2] >> (4 * (g % 2))) & 15;
+  return (low | (((u16_at(p + 2) >> (2 * g)) & 3) << 4)) - 32;
+}
+
+// 256 weights: d, 2 + 4 bytes of eight 6-bit scales, 128 bytes of two codes; a group of 32 has 16 bytes of
+// them. y = (d scale) value(q).
+static inline void iq4_xs(const std::uint8_t* __restrict p, float* __restrict y, std::size_t n) {
+  for (; n; n -= 256, p += 136, y += 256) {
+    const float d = f16_at(p);
+    for (int g = 0; g < 8; ++g) {
+      const std::uint8_t* q = p + 8 + 16 * g;
+      const float dg = d * static_cast<float>(iq4_xs_scale(p, g));
+      for (int j = 0; j < 16; ++j) {
+        y[32 * g + j] = dg * static_cast<float>(kIq4Values[q[j] & 15]);
+        y[32 * g + 16 + j] = dg * static_cast<float>(kIq4Values[q[j] >> 4]);
       }
     }
   }
@@ -214,12 +292,20 @@ static inline RowFunction row_function(gguf::DType type) {
       return q5_1;
     case gguf::DType::Q8_0:
       return q8_0;
+    case gguf::DType::Q2_K:
+      return q2_k;
+    case gguf::DType::Q3_K:
+      return q3_k;
     case gguf::DType::Q4_K:
       return q4_k;
     case gguf::DType::Q5_K:
       return q5_k;
     case gguf::DType::Q6_K:
       return q6_k;
+    case gguf::DType::IQ4_NL:
+      return iq4_nl;
+    case gguf::DType::IQ4_XS:
+      return iq4_xs;
     default:
       return nullptr;
   }

@@ -1,6 +1,7 @@
 #include "host/memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -54,13 +55,22 @@ std::string format_bytes(std::size_t n) {
 
 std::size_t mapped_bytes() { return mapped; }
 
-Region::Region(std::size_t bytes, const std::string& what) {
+void drop_pages(std::span<const std::byte> bytes) noexcept {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
+  const std::uintptr_t first = (begin + page - 1) / page * page, last = (begin + bytes.size()) / page * page;
+  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
+Region::Region(std::size_t bytes, const std::string& what, Pages pages) {
   if (bytes == 0) return;
-  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  const int present = pages == Pages::Present ? MAP_POPULATE : 0;
+  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | present, -1, 0);
   if (p == MAP_FAILED) {
     throw OutOfMemory("the system refuses " + format_bytes(bytes) + " for " + what + ": " +
                       std::generic_category().message(errno));
   }
+  if (pages == Pages::Absent) ::madvise(p, bytes, MADV_HUGEPAGE);
   bytes_ = {static_cast<std::byte*>(p), bytes};
   mapped += bytes;
 }

@@ -18,13 +18,22 @@ std::string format_bytes(std::size_t n);
 // Bytes of all regions that there are now.
 std::size_t mapped_bytes();
 
-// A zeroed, page-aligned anonymous mapping, every page of it present.
+// Pages of a read-only mapping that lie wholly in `bytes` leave this process's memory; whoever reads them
+// again gets them from the file.
+void drop_pages(std::span<const std::byte> bytes) noexcept;
+
+// A zeroed, page-aligned anonymous mapping.
 class Region {
  public:
+  enum class Pages {
+    Present,  // every page is there when the constructor returns
+    Absent,   // each comes when it is first written, as a huge page where the system has some
+  };
+
   Region() = default;
   // `what` names the use. Throws OutOfMemory when the system refuses. Compare with available_memory() first:
   // the system promises more than it has, and ends the process when it cannot keep the promise.
-  Region(std::size_t bytes, const std::string& what);
+  Region(std::size_t bytes, const std::string& what, Pages pages = Pages::Present);
   ~Region();
   Region(Region&& other) noexcept;
   Region& operator=(Region&& other) noexcept;

@@ -28,6 +28,7 @@ class Binder {
     m.cols = cols;
     m.row_bytes = static_cast<std::size_t>(cols) / type.block_size * type.block_bytes;
     m.data = t.data;
+    m.index = n_matrices_++;
     return m;
   }
 
@@ -45,6 +46,7 @@ class Binder {
 
   bool has(const std::string& name) const { return file_.find_tensor(name) != nullptr; }
   std::size_t nbytes() const { return nbytes_; }
+  std::size_t n_matrices() const { return n_matrices_; }
 
   // A tensor that nothing reads means that the model computes something that ringlm would leave out.
   void check_all_used() const {
@@ -84,6 +86,7 @@ class Binder {
   const gguf::File& file_;
   std::unordered_set<const gguf::Tensor*> used_;
   std::size_t nbytes_ = 0;
+  std::size_t n_matrices_ = 0;
 };
 
 LayerWeights bind_layer(Binder& b, const Config& c, std::int32_t layer) {
@@ -130,6 +133,7 @@ Weights bind_weights(const gguf::File& file, const Config& c) {
   }
   b.check_all_used();
   w.nbytes = b.nbytes();
+  w.n_matrices = b.n_matrices();
   return w;
 }
 

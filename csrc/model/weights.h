@@ -19,6 +19,7 @@ struct Matrix {
   std::int32_t cols = 0;
   std::size_t row_bytes = 0;
   std::span<const std::byte> data;  // [rows * row_bytes]
+  std::size_t index = 0;            // among the model's matrices: where a backend keeps its own copy
 
   const std::byte* row(std::int64_t r) const { return data.data() + static_cast<std::size_t>(r) * row_bytes; }
 };
@@ -55,7 +56,18 @@ struct Weights {
   Matrix head;                       // [n_vocab, n_embd]; the same data as token_embd where they are tied
   Vector rope_freq_factors;          // [rope_dims / 2]: each frequency is divided by it (Llama 3.1), or empty
   bool tied = false;
+  std::size_t n_matrices = 0;
   std::size_t nbytes = 0;  // of all bound tensors, as they lie in the file
+
+  // Calls f with every matrix; tied ones once.
+  template <class F>
+  void for_each_matrix(F f) const {
+    f(token_embd);
+    for (const LayerWeights& l : layers) {
+      for (const Matrix* m : {&l.q, &l.k, &l.v, &l.out, &l.gate, &l.up, &l.down}) f(*m);
+    }
+    if (!tied) f(head);
+  }
 };
 
 // Throws UnsupportedModelError for a tensor that is missing, has a type without arithmetic here, or that

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -31,15 +32,16 @@ enum Epoch { kOwn, kPrevious, kOfPinned, kEpochs };
 
 // The buffers of a step, allocated once for the largest M that the session will ever use.
 struct Activations {
-  std::span<float> x;       // [M, n_embd]             the residual stream
-  std::span<float> normed;  // [M, n_embd]             x after a norm
-  std::span<float> q;       // [M, n_head, head_dim]
-  std::span<float> k;       // [M, n_head_kv, head_dim]
-  std::span<float> v;       // [M, n_head_kv, head_dim]
-  std::span<float> att;     // [M, n_head, head_dim]   attention output
-  std::span<float> gate;    // [M, n_ff]               gate, then activation(gate) * up
-  std::span<float> up;      // [M, n_ff]
-  std::span<float*> heads;  // [M] backend scratch of norm_head
+  std::span<float> x;              // [M, n_embd]             the residual stream
+  std::span<float> normed;         // [M, n_embd]             x after a norm
+  std::span<float> q;              // [M, n_head, head_dim]
+  std::span<float> k;              // [M, n_head_kv, head_dim]
+  std::span<float> v;              // [M, n_head_kv, head_dim]
+  std::span<float> att;            // [M, n_head, head_dim]   attention output
+  std::span<float> gate;           // [M, n_ff]               gate, then activation(gate) * up
+  std::span<float> up;             // [M, n_ff]
+  std::span<float*> heads;         // [M] backend scratch of norm_head
+  std::span<std::byte> quantized;  // [M, Ops::quantized_bytes] backend scratch: the input of a projection
   // The second query, which scores the pinned rows: turned to min(position, n_ctx - 1) instead, so that the
   // pinned rows stand directly before the oldest moving one (attention sinks, arXiv:2309.17453).
   std::span<float> q_pinned;  // [M, n_head, head_dim]
@@ -64,6 +66,14 @@ class Ops {
 
   // Floats that attend() needs in Row::tiles when a query sees up to `tiles` tiles.
   virtual std::size_t tile_floats(const Config& config, std::int64_t tiles) const = 0;
+
+  // Bytes of Activations::quantized for a row.
+  virtual std::size_t quantized_bytes(const Config& config) const = 0;
+
+  // Bytes of the matrices in the backend's own order, and whether it holds them in that: the file's pages are
+  // not needed then.
+  virtual std::size_t packed_bytes() const = 0;
+  virtual bool packed() const = 0;
 
   // Bytes of scratch that all sessions of the model share.
   virtual std::size_t scratch_bytes() const = 0;

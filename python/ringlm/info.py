@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 from ringlm.errors import Error
@@ -18,8 +19,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     ``supported`` tells whether ringlm can run it, and ``reason`` why not. ``kv_bytes_per_token`` is for keys
     and values of all layers together, by storage type, and so is ``kv_bytes``: of a session with the default
-    options and ``n_ctx_default`` tokens where the model runs, else of so many tokens. Sizes are bytes. Raises
-    FileFormatError and UnsupportedModelError where the file cannot be read at all.
+    options and ``n_ctx_default`` tokens where the model runs, else of so many tokens. ``fast`` tells of a
+    tensor type whether its matrix products have a fast CPU kernel. Sizes are bytes. Raises FileFormatError
+    and UnsupportedModelError where the file cannot be read at all.
     """
     import ringlm._core as core
 
@@ -41,7 +43,7 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
         "reason": reason,
         "parameters": sum(t.n_elements for t in file.tensors()),
         **shape,
-        "quantization": _quantization(file),
+        "quantization": _quantization(file, core.fast_types()),
         "tokens": _tokens(file),
         "chat_templates": _templates(file),
     }
@@ -67,7 +69,7 @@ def _opened(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, int] | 
     import ringlm._core as core
 
     try:
-        model = core.Model(os.fspath(path), 1, "cpu")
+        model = core.Model(os.fspath(path), 1, "cpu", repack=False)
     except Error as e:
         return str(e), None
     try:
@@ -141,15 +143,22 @@ def _kv_bytes_per_token(n_layer: Any, n_head_kv: Any, head_dim: Any, value_dim: 
     }
 
 
-def _quantization(file: Any) -> list[dict[str, Any]]:
-    """Tensors, elements and bytes by type, the largest share first; ``share`` is of the bytes."""
+def _quantization(file: Any, fast_types: Collection[str]) -> list[dict[str, Any]]:
+    """Tensors, elements and bytes by type, the largest share first; ``share`` is of the bytes.
+
+    ``fast`` is false for a type of matrices that is not among ``fast_types``; vectors are float32 in memory.
+    """
     types: dict[str, list[int]] = {}
+    matrices: set[str] = set()
     for t in file.tensors():
         entry = types.setdefault(t.type, [0, 0, 0])
         entry[0] += 1
         entry[1] += t.n_elements
         entry[2] += t.nbytes
+        if len(t.shape) > 1:
+            matrices.add(t.type)
     total = sum(entry[2] for entry in types.values())
+    slow = matrices.difference(fast_types)
     ordered = sorted(types.items(), key=lambda item: -item[1][2])
     return [
         {
@@ -158,6 +167,7 @@ def _quantization(file: Any) -> list[dict[str, Any]]:
             "elements": elements,
             "bytes": size,
             "share": size / total if total else 0,
+            "fast": name not in slow,
         }
         for name, (n, elements, size) in ordered
     ]

@@ -108,7 +108,7 @@ def plan(
     import ringlm._core as core
 
     available = core.available_memory() if memory is None else memory
-    weights, shared, config = model.nbytes, model.core.shared_nbytes, model.config
+    weights, shared, config = model.core.packed_nbytes or model.nbytes, model.core.shared_nbytes, model.config
     found = core.plan(model.core, **options)
     f16 = core.plan(model.core, **(options | {"kv_k": "f16", "kv_v": "f16"}))
 

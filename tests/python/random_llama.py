@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from random_blocks import random_blocks
 
 Array = np.ndarray
 
@@ -20,7 +21,7 @@ Attention = Callable[[int, Array, Array, Array], Array]
 
 @dataclass(frozen=True)
 class Shape:
-    """A small llama. `types` maps the end of a tensor name (or "default") to a GGUF type.
+    """A small llama. `types` maps the last parts of a tensor name (or "default") to a GGUF type.
 
     `windows` is what each layer sees, 0 for everything; none are in the file, `Model(window=...)` takes them.
     `slow_bias` adds a bias of norm 900 on so many of the slowest pairs to every K head of the layers
@@ -123,51 +124,28 @@ def _enlarge_a_channel(s: Shape, w: dict[str, Array], p: str) -> None:
                 w[p + name + part].reshape(heads, s.dim, -1)[:, pair] *= factor
 
 
-def random_blocks(
-    rng: np.random.Generator, qtype: gguf.GGMLQuantizationType, rows: int, cols: int, scale: float = 0.02
-) -> Array:
-    """Raw blocks [rows, bytes] of a quantized type: every code random, scales around `scale`."""
-    block, size = gguf.GGML_QUANT_SIZES[qtype]
-    n = rows * cols // block
-    data = rng.integers(0, 256, (n, size), dtype=np.uint8)
-    # Where each type keeps its f16 scale (and minimum).
-    places = {
-        "Q4_0": [0],
-        "Q4_1": [0, 2],
-        "Q5_0": [0],
-        "Q5_1": [0, 2],
-        "Q8_0": [0],
-        "Q4_K": [0, 2],
-        "Q5_K": [0, 2],
-        "Q6_K": [208],
-    }
-    shrink = {"Q8_0": 16.0, "Q4_K": 32.0, "Q5_K": 64.0, "Q6_K": 512.0}.get(qtype.name, 1.0)
-    for at in places[qtype.name]:
-        d = (rng.uniform(-1.0, 1.0, n) * scale / shrink).astype(np.float16)
-        data[:, at : at + 2] = d.view(np.uint8).reshape(n, 2)
-    return data.reshape(rows, cols // block * size)
+def type_of(name: str, types: dict[str, str]) -> str:
+    """The GGUF type of a matrix."""
+    return next((t for end, t in types.items() if f".{name}".endswith(f".{end}")), types["default"])
 
 
 def stored_as(
     name: str, array: Array, types: dict[str, str], rng: np.random.Generator
 ) -> tuple[Array, gguf.GGMLQuantizationType, Array]:
     """(bytes to write, their type, the float32 values that they mean)."""
-    wanted = next((t for end, t in types.items() if name.endswith(end)), types["default"])
-    if array.ndim == 1:
-        wanted = "F32"
+    wanted = "F32" if array.ndim == 1 else type_of(name, types)
     qtype = gguf.GGMLQuantizationType[wanted]
     if wanted == "F32":
         return array, qtype, array
-    if wanted in ("Q4_K", "Q5_K", "Q6_K"):  # the package reads these but cannot write them
-        raw = random_blocks(rng, qtype, *array.shape)
+    if "_K" in wanted or "IQ" in wanted:  # the package reads these but cannot write them
+        raw = random_blocks(rng, qtype, *array.shape, rms=float(array.std()))
     else:
         raw = gguf.quants.quantize(array, qtype)
     return raw, qtype, gguf.quants.dequantize(raw, qtype).reshape(array.shape).astype(np.float32)
 
 
-def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> dict[str, Array]:
-    """Writes the model with extra metadata; returns the weights as the file means them."""
-    rng = np.random.default_rng(s.seed + 1)
+def writer_of(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> gguf.GGUFWriter:
+    """A writer that has the keys of a llama and extra ones, and no tensors yet."""
     w = gguf.GGUFWriter(path, "llama")
     w.add_context_length(s.n_ctx_train)
     w.add_embedding_length(s.n_embd)
@@ -187,6 +165,13 @@ def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None)
     for key, value in (metadata or {}).items():
         kinds = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string}
         (kinds | {list: w.add_array})[type(value)](key, value)
+    return w
+
+
+def write_llama(path: Path, s: Shape, metadata: dict[str, object] | None = None) -> dict[str, Array]:
+    """Writes the model with extra metadata; returns the weights as the file means them."""
+    rng = np.random.default_rng(s.seed + 1)
+    w = writer_of(path, s, metadata)
     meant = {}
     for name, array in random_weights(s).items():
         raw, qtype, meant[name] = stored_as(name, array, s.types, rng)

@@ -18,7 +18,9 @@ from typing import IO
 import gguf
 import numpy as np
 import pytest
-from random_llama import reference_logits
+from random_blocks import READABLE
+from random_llama import Shape, reference_logits, write_llama
+from ringlm import _core
 from ringlm.cli import main
 from tiny_chat_model import BOS, END, RANDOM, tokenizer_metadata, write_chain, write_random
 
@@ -325,6 +327,7 @@ def test_info_json(ringlm: Command, models: Models) -> None:
             "elements": record["parameters"],
             "bytes": 4 * record["parameters"],
             "share": 1.0,
+            "fast": True,
         }
     ]
     assert record["file_bytes"] == Path(models.random).stat().st_size
@@ -378,6 +381,39 @@ def test_info_text(ringlm: Command, models: Models) -> None:
     assert lines["K/V per token"] == "128 bytes in f16, 72 bytes in int8, 256 bytes in f32"
     assert lines["runs"] == "yes" and lines["template"] == "default"
     assert "\x1b" not in done.out and done.err == ""
+
+
+def test_info_names_types_without_a_fast_kernel(
+    ringlm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "m.gguf")
+    types = {"attn_v.weight": "Q8_0", "ffn_down.weight": "IQ4_NL", "default": "Q4_1"}
+    write_llama(Path(path), Shape(types=types))
+    fast = _core.fast_types()
+    assert {"F32", "Q8_0", "IQ4_NL", "Q4_1"} <= set(fast) <= set(READABLE)
+    assert "runs           yes\n" in ringlm("info", path).out
+
+    monkeypatch.setattr(_core, "fast_types", lambda: [t for t in fast if t not in ("F32", "IQ4_NL", "Q8_0")])
+    out = ringlm("info", path).out
+    assert "runs           yes, but without a fast kernel: IQ4_NL, Q8_0\n" in out  # F32: vectors alone
+    assert f"IQ4_NL: 2 tensors, {2 * 64 * 96 // 32 * 18 / 1000:.2f} kB, " in out
+    record = json.loads(ringlm("info", path, "--json").out)
+    assert {t["type"]: t["fast"] for t in record["quantization"]} == {
+        "Q4_1": True,
+        "IQ4_NL": False,
+        "Q8_0": False,
+        "F32": True,
+    }
+
+    w = gguf.GGUFWriter(tmp_path / "slow.gguf", "llama")
+    w.add_tensor("token_embd.weight", np.zeros((2, 66), np.uint8), raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    record = json.loads(ringlm("info", str(tmp_path / "slow.gguf"), "--json").out)
+    assert record["supported"] is False and record["quantization"][0]["fast"] is False
+    assert "runs           no: " in ringlm("info", str(tmp_path / "slow.gguf")).out
 
 
 def write_unusual(path: Path, arch: str, tensors: bool, metadata: dict[str, object]) -> str:

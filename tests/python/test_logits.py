@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
-from random_llama import Shape, random_blocks, reference_logits, worst, write_llama
+from random_blocks import READABLE
+from random_llama import Shape, reference_logits, worst, write_llama
 from ringlm import _core
 
 TOKENS = [
@@ -31,8 +31,10 @@ SHAPES = {
 }
 
 
-def all_logits(path: Path, kv: str, backend: str = "cpu", chunk: int = 64, n_threads: int = 2) -> np.ndarray:
-    model = _core.Model(str(path), n_threads, backend)
+def all_logits(
+    path: Path, kv: str, backend: str = "cpu", chunk: int = 64, n_threads: int = 2, repack: bool = True
+) -> np.ndarray:
+    model = _core.Model(str(path), n_threads, backend, repack=repack)
     session = _core.Session(model, kv_k=kv, kv_v=kv, chunk=chunk)
     out = np.zeros((len(TOKENS), model.config.n_vocab), np.float32)
     session.prefill(np.array(TOKENS, np.int32), out, all_logits=True)
@@ -60,16 +62,19 @@ def test_f16_cache_rounds_like_the_reference(tmp_path: Path, backend: str) -> No
     assert worst(found, reference_logits(Shape(), weights, TOKENS)) > worst(found, rounding)
 
 
-@pytest.mark.parametrize(
-    "qtype", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-)
+@pytest.mark.parametrize("qtype", READABLE[1:])
 def test_quantized_weights(tmp_path: Path, qtype: str) -> None:
     shape = Shape(n_embd=256, n_ff=256, types={"default": qtype})
     weights = write_llama(tmp_path / "m.gguf", shape)
-    assert worst(all_logits(tmp_path / "m.gguf", "f32"), reference_logits(shape, weights, TOKENS)) < 5e-5
+    expected = reference_logits(shape, weights, TOKENS)
+    # Packed weights of a type with blocks meet activations of 16 bits.
+    assert worst(all_logits(tmp_path / "m.gguf", "f32"), expected) < (
+        2e-5 if qtype in ("F16", "BF16") else 5e-4
+    )
+    assert worst(all_logits(tmp_path / "m.gguf", "f32", repack=False), expected) < 2e-5
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avxvnni", "avx512", "amx"])
 def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     import os
     import subprocess
@@ -77,6 +82,10 @@ def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
 
     every_type = {
         "token_embd.weight": "BF16",
+        "blk.0.attn_q.weight": "Q2_K",
+        "blk.0.attn_k.weight": "Q3_K",
+        "blk.0.ffn_gate.weight": "IQ4_NL",
+        "blk.0.attn_output.weight": "IQ4_XS",
         "attn_q.weight": "Q5_K",
         "attn_k.weight": "Q6_K",
         "attn_v.weight": "Q8_0",
@@ -102,18 +111,4 @@ def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     if "this processor runs" in run.stderr:
         pytest.skip(f"this processor does not run {isa}")
     assert run.returncode == 0, run.stderr
-    assert worst(np.load(tmp_path / "out.npy"), reference_logits(shape, weights, TOKENS)) < 5e-5
-
-
-@pytest.mark.parametrize(
-    "qtype", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-)
-def test_dequantization_equals_the_gguf_package(qtype: str) -> None:
-    number = gguf.GGMLQuantizationType[qtype]
-    rng = np.random.default_rng(3)
-    if qtype in ("F16", "BF16"):
-        raw = rng.integers(0, 0x7C00, (1, 2048), dtype=np.uint16).view(np.uint8)
-    else:
-        raw = random_blocks(rng, number, 64, 256)
-    expected = gguf.quants.dequantize(raw, number).ravel()
-    np.testing.assert_array_equal(_core.dequantize(int(number), raw.ravel()), expected)
+    assert worst(np.load(tmp_path / "out.npy"), reference_logits(shape, weights, TOKENS)) < 5e-4

@@ -15,8 +15,12 @@
 namespace ringlm {
 
 struct ModelOptions {
-  int n_threads = 0;            // 0: as many as the process may use
+  int n_threads = 0;            // 0: one per physical core that the process may use
   std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
+  // Whether the cpu backend brings the weights into the order of its kernels when the model opens. Without,
+  // they stay in the mapped file: opening takes no time and the pages are shared with other processes, but
+  // every step is slower.
+  bool repack = true;
   // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
   // one per layer, 0 for none; empty leaves what the file says.
   std::vector<std::int32_t> windows = {};
@@ -32,7 +36,9 @@ class Model {
 
   const Config& config() const noexcept;
   std::span<const std::filesystem::path> paths() const noexcept;  // the file, or all shards
-  std::size_t weight_bytes() const noexcept;  // of the bound tensors, as they lie in the file
+  std::size_t weight_bytes()
+      const noexcept;  // of the bound tensors: packed in memory, or mapped from the file
+  std::size_t packed_bytes() const noexcept;  // the former, also where it was switched off
   std::size_t shared_bytes()
       const noexcept;  // taken besides: float32 copies of vectors, scratch of the threads
   int n_threads() const noexcept;

@@ -53,13 +53,20 @@ def _lines(r: dict[str, Any]) -> list[tuple[str, str]]:
         ("name", r["name"] or ""),
         ("licence", r["licence"] or ""),
         ("architecture", r["architecture"] or "not given"),
-        ("runs", "yes" if r["supported"] else f"no: {r['reason']}"),
+        ("runs", _runs(r)),
         ("parameters", _count(r["parameters"])),
         *_shape_lines(r),
         *_type_lines(r["quantization"]),
         *_token_lines(r["tokens"]),
         ("template", ", ".join(r["chat_templates"]) or "none"),
     ]
+
+
+def _runs(r: dict[str, Any]) -> str:
+    if not r["supported"]:
+        return f"no: {r['reason']}"
+    slow = [t["type"] for t in r["quantization"] if not t["fast"]]
+    return "yes" + (f", but without a fast kernel: {', '.join(slow)}" if slow else "")
 
 
 def _shape_lines(r: dict[str, Any]) -> list[tuple[str, str]]:
