@@ -397,6 +397,10 @@ inline i32x16 dot2(i32x16 sum, u32x16 codes, std::int32_t pair) {
 
 #endif
 
+#if !defined(__AVX512F__)
+inline void store_words(std::uint8_t* p, u32x16 a) { std::memcpy(p, &a, sizeof a); }
+#endif
+
 // The sum of codes times 16-bit activations over some words of a block, and then as one number.
 #if RINGLM_TWO_DIGITS
 struct Sums {
