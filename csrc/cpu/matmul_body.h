@@ -57,23 +57,39 @@ inline __attribute__((always_inline)) void unrolled(F f) {
   }
 }
 
+// Signed bytes hold the codes whose zero is 128 after that has been taken from them: the same sums.
+template <class W>
+constexpr bool kMinusZero = kSignedCodes && W::kZero == 128;
+
+// The codes of kStep words from word At on, as the products take them.
+template <class W, int G, int At>
+inline __attribute__((always_inline)) Codes step_codes(const std::uint8_t* p) {
+  if constexpr (kStep == 2) {
+    return side_by_side(W::template codes<G, At>(p), W::template codes<G, At + 1>(p));
+  } else if constexpr (kMinusZero<W>) {
+    return W::template codes<G, At>(p) ^ set1_u32(0x80808080);
+  } else {
+    return W::template codes<G, At>(p);
+  }
+}
+
 // Group G of 32 columns of the block at p, times the activations of T tokens, added to acc [T].
 template <class W, int G, int T>
 inline __attribute__((always_inline)) void add_columns(const std::uint8_t* p, const ActBlock* x,
                                                        std::int64_t stride, f32x16 (&acc)[T]) {
-  constexpr int words = 8 / W::kScales;
+  constexpr int steps = 8 / W::kScales / kStep, zero = kMinusZero<W> ? 0 : W::kZero;
   unrolled<W::kScales>([&](auto s) {
     constexpr int S = decltype(s)::value;
     Sums sums[T];
     unrolled<T>([&](auto t) {
       const ActBlock& xt = x[t.value * stride];
       const std::int32_t all = W::kScales == 1 ? xt.totals[0] + xt.totals[1] : xt.totals[S];
-      sums[t.value] = start(-W::kZero * all);
+      sums[t.value] = start(-zero * all);
     });
-    unrolled<words>([&](auto w) {
-      constexpr int at = words * S + decltype(w)::value;
-      const u32x16 codes = W::template codes<G, at>(p);
-      unrolled<T>([&](auto t) { accumulate(sums[t.value], codes, x[t.value * stride], at); });
+    unrolled<steps>([&](auto w) {
+      constexpr int at = kStep * (steps * S + decltype(w)::value);
+      const Codes codes = step_codes<W, G, at>(p);
+      unrolled<T>([&](auto t) { accumulate<at>(sums[t.value], codes, x[t.value * stride]); });
     });
     const f32x16 d = W::template scale<G, S>(p);
     unrolled<T>([&](auto t) {

@@ -11,10 +11,17 @@
 namespace ringlm::cpu {
 namespace {
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define RINGLM_TWO_DIGITS 1  // products of bytes; else of 16-bit halves
+// Products of bytes; else of 16-bit halves.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define RINGLM_TWO_DIGITS 1
 #else
 #define RINGLM_TWO_DIGITS 0
+#endif
+// Products of two rows of bytes with two rows of bytes.
+#if defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define RINGLM_MATRIX_STEPS 1
+#else
+#define RINGLM_MATRIX_STEPS 0
 #endif
 
 #if defined(__AVX512F__)
@@ -255,6 +262,9 @@ template <int N>
 inline u32x16 shift_left(u32x16 a) {
   return each_word([=](int i) { return vshlq_n_u32(a.v[i], N); });
 }
+inline u32x16 upper_nibbles(u32x16 a) {
+  return each_word([=](int i) { return vreinterpretq_u32_u8(vshrq_n_u8(vreinterpretq_u8_u32(a.v[i]), 4)); });
+}
 inline f32x16 to_f32(u32x16 a) {
   return each([=](int i) { return vcvtq_f32_u32(a.v[i]); });
 }
@@ -297,14 +307,44 @@ inline i32x16 operator+(i32x16 a, i32x16 b) {
 inline f32x16 to_f32(i32x16 a) {
   return each([=](int i) { return vcvtq_f32_s32(a.v[i]); });
 }
-inline i32x16 dot2(i32x16 sum, u32x16 codes, std::int32_t pair) {
-  const int16x4_t d = vreinterpret_s16_s32(vdup_n_s32(pair));
-  return each_i32([=](int i) {
-    const int16x8_t c = vreinterpretq_s16_u32(codes.v[i]);
-    const int32x4_t low = vmull_s16(vget_low_s16(c), d), high = vmull_s16(vget_high_s16(c), d);
-    return vaddq_s32(sum.v[i], vpaddq_s32(low, high));
-  });
+inline i32x16 times_256(i32x16 a) {
+  return each_i32([=](int i) { return vshlq_n_s32(a.v[i], 8); });
 }
+inline i32x16 to_nearest(f32x16 a) {
+  return each_i32([=](int i) { return vcvtnq_s32_f32(a.v[i]); });
+}
+inline std::int32_t sum_lanes(i32x16 a) {
+  return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+}
+inline std::uint32_t largest_bits(f32x16 a, f32x16 b) {
+  uint32x4_t largest = vdupq_n_u32(0);
+  for (int i = 0; i < 4; ++i) {
+    const uint32x4_t of_a = vreinterpretq_u32_f32(vabsq_f32(a.v[i]));
+    largest = vmaxq_u32(largest, vmaxq_u32(of_a, vreinterpretq_u32_f32(vabsq_f32(b.v[i]))));
+  }
+  return vmaxvq_u32(largest);
+}
+#if RINGLM_TWO_DIGITS
+// Low digits of two words, then their high ones.
+inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+  const auto eight = [](std::int32_t* to, int32x4_t p, int32x4_t q) {
+    const int16x8_t halves = vcombine_s16(vmovn_s32(p), vmovn_s32(q));
+    vst1q_s8(reinterpret_cast<std::int8_t*>(to), vcombine_s8(vmovn_s16(halves), vrshrn_n_s16(halves, 8)));
+  };
+  eight(x.digits, a.v[0], a.v[1]);
+  eight(x.digits + 4, a.v[2], a.v[3]);
+  eight(x.digits + 8, b.v[0], b.v[1]);
+  eight(x.digits + 12, b.v[2], b.v[3]);
+}
+#else
+// Columns 0 and 2, then 1 and 3 of every word.
+inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+  const auto four = [](std::int32_t* to, int32x4_t q) {
+    vst1_s32(to, vsli_n_s32(vget_low_s32(q), vget_high_s32(q), 16));
+  };
+  for (int i = 0; i < 4; ++i) four(x.digits + 2 * i, a.v[i]), four(x.digits + 8 + 2 * i, b.v[i]);
+}
+#endif
 
 #else
 
@@ -395,36 +435,6 @@ inline i32x16 dot2(i32x16 sum, u32x16 codes, std::int32_t pair) {
   });
 }
 
-#endif
-
-// The sum of codes times 16-bit activations over some words of a block, and then as one number.
-#if RINGLM_TWO_DIGITS
-struct Sums {
-  i32x16 high, low;
-};
-inline Sums start(std::int32_t low) { return {set1_i32(0), set1_i32(low)}; }
-inline i32x16 total(const Sums& s) { return times_256(s.high) + s.low; }
-#else
-struct Sums {
-  i32x16 all;
-};
-inline Sums start(std::int32_t first) { return {set1_i32(first)}; }
-inline i32x16 total(const Sums& s) { return s.all; }
-#endif
-
-// Word w of a block: columns 4 w to 4 w + 3.
-inline void accumulate(Sums& s, u32x16 codes, const ActBlock& x, int w) {
-#if RINGLM_TWO_DIGITS
-  s.high = dot4(s.high, codes, x.digits[w]);
-  s.low = dot4(s.low, codes, x.digits[8 + w]);
-#else
-  const u32x16 bytes = set1_u32(0x00ff00ff);
-  s.all = dot2(s.all, codes & bytes, x.digits[2 * w]);
-  s.all = dot2(s.all, shift_right<8>(codes) & bytes, x.digits[2 * w + 1]);
-#endif
-}
-
-#if !defined(__AVX2__) && !defined(__AVX512F__)
 inline i32x16 to_nearest(f32x16 a) {
   const f32x16 whole = round(a);
   float f[kLanes];
@@ -465,6 +475,128 @@ inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
     x.digits[2 * w + 1] = pair(q[4 * w + 1], q[4 * w + 3]);
   }
 }
+
+#endif
+
+// The nibbles that begin at bit N of every byte, 0 or 4.
+template <int N>
+inline u32x16 nibbles(u32x16 a) {
+#if defined(__aarch64__)
+  if constexpr (N == 4) return upper_nibbles(a);
+#endif
+  return shift_right<N>(a) & set1_u32(0x0f0f0f0f);
+}
+
+// Sums of codes times 16-bit activations over words of a block, kStep of them at a time: start(n) is n, and
+// total() becomes one number. accumulate<W> adds the products with the columns from word W on, 4 W.
+// kSignedCodes: the products take bytes as signed numbers.
+#if RINGLM_MATRIX_STEPS
+
+constexpr int kStep = 2;
+constexpr bool kSignedCodes = false;
+struct Codes {
+  uint8x16_t v[8];  // eight columns of rows 2 i and 2 i + 1
+};
+inline Codes side_by_side(u32x16 a, u32x16 b) {
+  Codes c;
+  for (int i = 0; i < 4; ++i) {
+    c.v[2 * i] = vreinterpretq_u8_u32(vzip1q_u32(a.v[i], b.v[i]));
+    c.v[2 * i + 1] = vreinterpretq_u8_u32(vzip2q_u32(a.v[i], b.v[i]));
+  }
+  return c;
+}
+struct Sums {
+  int32x4_t v[8];  // low and high digits of row 2 i, then of row 2 i + 1
+};
+inline Sums start(std::int32_t low) {
+  const int32x4_t v = vreinterpretq_s32_u64(vdupq_n_u64(static_cast<std::uint32_t>(low)));
+  return {{v, v, v, v, v, v, v, v}};
+}
+inline i32x16 total(const Sums& s) {
+  const int32x4_t places = vreinterpretq_s32_u64(vdupq_n_u64(std::uint64_t{8} << 32));
+  return each_i32(
+      [&](int i) { return vpaddq_s32(vshlq_s32(s.v[2 * i], places), vshlq_s32(s.v[2 * i + 1], places)); });
+}
+template <int W>
+inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
+  const int8x16_t digits = vld1q_s8(reinterpret_cast<const std::int8_t*>(x.digits + 2 * W));
+  for (int i = 0; i < 8; ++i) s.v[i] = vusmmlaq_s32(s.v[i], codes.v[i], digits);
+}
+
+#else
+
+constexpr int kStep = 1;
+using Codes = u32x16;
+
+#if RINGLM_TWO_DIGITS
+
+struct Sums {
+  i32x16 high, low;
+};
+inline Sums start(std::int32_t low) { return {set1_i32(0), set1_i32(low)}; }
+inline i32x16 total(const Sums& s) { return times_256(s.high) + s.low; }
+#if defined(__aarch64__)
+constexpr bool kSignedCodes = true;
+template <int W>
+inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
+  const int8x16_t digits = vld1q_s8(reinterpret_cast<const std::int8_t*>(x.digits + W / 2 * 4));
+  for (int i = 0; i < 4; ++i) {
+    const int8x16_t c = vreinterpretq_s8_u32(codes.v[i]);
+    s.low.v[i] = vdotq_laneq_s32(s.low.v[i], c, digits, W % 2);
+    s.high.v[i] = vdotq_laneq_s32(s.high.v[i], c, digits, 2 + W % 2);
+  }
+}
+#else
+constexpr bool kSignedCodes = false;
+template <int W>
+inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
+  s.high = dot4(s.high, codes, x.digits[W]);
+  s.low = dot4(s.low, codes, x.digits[8 + W]);
+}
+#endif
+
+#else
+
+constexpr bool kSignedCodes = false;
+#if defined(__aarch64__)
+struct Sums {
+  int32x4_t v[8];  // of the even and of the odd halves of row 2 i, then of row 2 i + 1
+};
+inline Sums start(std::int32_t first) {
+  const int32x4_t v = vreinterpretq_s32_u64(vdupq_n_u64(static_cast<std::uint32_t>(first)));
+  return {{v, v, v, v, v, v, v, v}};
+}
+inline i32x16 total(const Sums& s) {
+  return each_i32([&](int i) { return vpaddq_s32(s.v[2 * i], s.v[2 * i + 1]); });
+}
+template <int W>
+inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
+  const auto add = [&s](int i, uint16x8_t halves, std::int32_t pair) {
+    const int16x8_t c = vreinterpretq_s16_u16(halves), d = vreinterpretq_s16_s32(vdupq_n_s32(pair));
+    s.v[2 * i] = vmlal_s16(s.v[2 * i], vget_low_s16(c), vget_low_s16(d));
+    s.v[2 * i + 1] = vmlal_high_s16(s.v[2 * i + 1], c, d);
+  };
+  for (int i = 0; i < 4; ++i) {
+    const uint16x8_t c = vreinterpretq_u16_u32(codes.v[i]);
+    add(i, vandq_u16(c, vdupq_n_u16(0xff)), x.digits[2 * W]);
+    add(i, vshrq_n_u16(c, 8), x.digits[2 * W + 1]);
+  }
+}
+#else
+struct Sums {
+  i32x16 all;
+};
+inline Sums start(std::int32_t first) { return {set1_i32(first)}; }
+inline i32x16 total(const Sums& s) { return s.all; }
+template <int W>
+inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
+  const u32x16 bytes = set1_u32(0x00ff00ff);
+  s.all = dot2(s.all, codes & bytes, x.digits[2 * W]);
+  s.all = dot2(s.all, shift_right<8>(codes) & bytes, x.digits[2 * W + 1]);
+}
+#endif
+
+#endif
 #endif
 
 }  // namespace
