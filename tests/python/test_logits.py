@@ -67,7 +67,7 @@ def test_quantized_weights(tmp_path: Path, qtype: str) -> None:
     assert worst(all_logits(tmp_path / "m.gguf", "f32"), reference_logits(shape, weights, TOKENS)) < 5e-5
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "neon", "dotprod", "i8mm"])
 def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     import os
     import subprocess
