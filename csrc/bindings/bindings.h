@@ -94,6 +94,7 @@ void set_python_error(const std::exception_ptr& error);
 std::int64_t heap_allocations();
 
 void bind_errors(pybind11::module_& m);
+void bind_bandwidth(pybind11::module_& m);
 void bind_gguf(pybind11::module_& m);
 void bind_model(pybind11::module_& m);
 void bind_sampler(pybind11::module_& m);

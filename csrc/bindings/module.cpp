@@ -6,6 +6,7 @@
 PYBIND11_MODULE(_core, m) {
   m.doc() = "ringlm's C++ core. Use the classes in `ringlm`; this module is not a public interface.";
   ringlm::bindings::bind_errors(m);
+  ringlm::bindings::bind_bandwidth(m);
   ringlm::bindings::bind_gguf(m);
   ringlm::bindings::bind_model(m);
   ringlm::bindings::bind_sampler(m);

@@ -232,8 +232,11 @@ py::list take_trace(Session& s) {
   for (const TraceRecord& r : records) {
     py::list visible;
     for (const LayerKind& k : kinds) visible.append(std::min(r.position + r.n_tokens, k.visible));
-    py::dict operations;
-    for (std::size_t i = 0; i < kOperations.size(); ++i) operations[kOperations[i]] = r.operation_seconds[i];
+    py::dict operations, operation_bytes;
+    for (std::size_t i = 0; i < kOperations.size(); ++i) {
+      operations[kOperations[i]] = r.operation_seconds[i];
+      operation_bytes[kOperations[i]] = r.operation_bytes[i];
+    }
     py::dict d;
     d["kind"] = r.prefill ? "prefill" : "decode";
     d["position"] = r.position;
@@ -244,6 +247,7 @@ py::list take_trace(Session& s) {
     d["kv_bytes"] = r.kv_bytes;
     d["seconds"] = r.seconds;
     d["operations"] = operations;
+    d["operation_bytes"] = operation_bytes;
     d["allocations"] = r.allocations;
     list.append(d);
   }

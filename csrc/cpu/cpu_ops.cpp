@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "cpu/attention.h"
 #include "cpu/kernels.h"
 #include "cpu/pack.h"
 #include "cpu/team.h"
@@ -20,7 +21,6 @@ namespace {
 using cpu::ActBlock;
 using cpu::LocalClaims;
 using cpu::MatrixView;
-using cpu::Partial;
 
 const std::uint8_t* u8(const std::byte* p) { return reinterpret_cast<const std::uint8_t*>(p); }
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -32,12 +32,10 @@ std::int32_t widest_input(const Config& c) { return std::max({c.n_embd, c.q_dim(
 // Blocks that hold a row of any input of a projection.
 std::size_t blocks_of(std::int32_t cols) { return size(cols / cpu::kActBlock); }
 
-// What one thread needs: a row after its norm and float32 weight rows of a product, or the sums of a group of
-// heads twice.
+// What one thread needs: a row after its norm and float32 weight rows of a product, or one head.
 std::size_t scratch_floats(const Config& c) {
-  const std::int32_t widest = widest_input(c);
-  const std::size_t group_sums = size(c.group()) * size(c.head_dim);
-  return std::max(size(widest) + cpu::matmul_scratch(widest), 2 * group_sums);
+  const std::int32_t widest = std::max(widest_input(c), c.head_dim);
+  return size(widest) + cpu::matmul_scratch(widest);
 }
 
 float dot(std::span<const float> a, std::span<const float> b) {
@@ -59,7 +57,7 @@ class CpuOps final : public Ops {
         scratch_floats_(scratch_floats(c)),
         scratch_(scratch_floats_ * size(team_.size())),
         quantized_(blocks_of(widest_input(c)) * size(team_.size())),
-        parts_(2 * size(c.group()) * size(team_.size())) {
+        attention_(c, k_, rotation_, rotation_tables_, team_.size()) {
     matrices_.resize(w.n_matrices);
     w.for_each_matrix([&](const Matrix& m) {
       matrices_[m.index] = {m.type, m.rows, m.cols, m.row_bytes, u8(m.data.data())};
@@ -70,9 +68,8 @@ class CpuOps final : public Ops {
   const char* name() const override { return k_.name; }
   int n_threads() const override { return team_.size(); }
 
-  // Of one row: a state per tile and head.
   std::size_t tile_floats(const Config& c, std::int64_t tiles) const override {
-    return size(tiles) * size(c.n_head) * (size(c.head_dim) + sizeof(Partial) / sizeof(float));
+    return cpu::Attention::tile_floats(c, tiles);
   }
   std::size_t quantized_bytes(const Config& c) const override {
     return packed_ ? blocks_of(widest_input(c)) * sizeof(ActBlock) : 0;
@@ -85,8 +82,7 @@ class CpuOps final : public Ops {
   bool packed() const override { return packed_; }
   std::size_t scratch_bytes() const override {
     return (scratch_.size() + rotation_tables_.size()) * sizeof(float) +
-           quantized_.size() * sizeof(ActBlock) + parts_.size() * sizeof(Partial) +
-           matrices_.size() * sizeof(MatrixView);
+           quantized_.size() * sizeof(ActBlock) + attention_.bytes() + matrices_.size() * sizeof(MatrixView);
   }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
@@ -164,15 +160,8 @@ class CpuOps final : public Ops {
     });
   }
 
-  // What a query sees is cut into tiles by its position alone. A tile's result does not depend on who
-  // computes it, and results are merged in the order of the tiles, so both ways below give the same bits.
   void attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) override {
-    const auto items = static_cast<std::int64_t>(s.rows.size()) * c.n_head_kv;
-    if (s.rows.size() == 1 || items < team_.size()) {
-      for (std::size_t m = 0; m < s.rows.size(); ++m) attend_split(c, w, layer, s, m);
-    } else {
-      attend_whole(c, w, layer, s);
-    }
+    attention_.run(team_, c, w, layer, s);
   }
 
   void out_residual(const Config&, const LayerWeights& w, const Step& s) override {
@@ -363,90 +352,6 @@ class CpuOps final : public Ops {
     }
   }
 
-  // One tile of KV head `head` for row m.
-  void attend_tile(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s, std::size_t m,
-                   std::int32_t head, const kv::Tile& tile, Partial* parts, float* sums) {
-    const kv::Cache& cache = *s.rows[m].kv;
-    const kv::Ring& ring = cache.ring(layer);
-    const std::int64_t slot = ring.slot(tile.first);
-    const Epoch epoch = epoch_of(cache.layout(), tile.first, s.rows[m].position, tile.pinned);
-    const std::size_t q_head = m * size(c.n_head) + size(head) * size(c.group());
-    const cpu::TileArgs args{
-        (tile.pinned ? s.a.q_pinned : s.a.q).data() + q_head * size(c.head_dim),
-        c.group(),
-        c.head_dim,
-        1.0f / std::sqrt(static_cast<float>(c.head_dim)),
-        cache.k(layer, head),
-        cache.v(layer, head),
-        slot,
-        tile.n,
-        static_cast<std::int32_t>(std::min<std::int64_t>(tile.n, ring.capacity - slot)),
-        ring.pinned,
-        centred(w, cache) ? s.a.offsets.data() + q_head * kEpochs + size(epoch) : nullptr,
-        kEpochs};
-    k_.attend_tile(args, parts, sums);
-  }
-
-  // The end of a head: the weighted mean, and values back from their rotation.
-  void finish(const kv::Cache& cache, const Partial& part, const float* sum, float* out,
-              std::int32_t head_dim) {
-    k_.finish(part, sum, out, head_dim);
-    if (cache.layout().v_format == KvFormat::Int8) rotate(out, true);
-  }
-
-  // Few heads, many positions. Threads take tiles; then each head merges its own.
-  void attend_split(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s,
-                    std::size_t m) {
-    const kv::Cache& cache = *s.rows[m].kv;
-    const kv::Tiles tiles(cache.ring(layer), s.rows[m].position);
-    const std::size_t states = size(tiles.count()) * size(c.n_head);  // [tiles, n_head]
-    auto* parts = reinterpret_cast<Partial*>(s.rows[m].tiles);
-    float* sums = s.rows[m].tiles + states * sizeof(Partial) / sizeof(float);
-    team_.run([&](int thread) {
-      for (std::int64_t i = thread; i < tiles.count() * c.n_head_kv; i += team_.size()) {
-        const std::int64_t tile = i / c.n_head_kv;
-        const auto head = static_cast<std::int32_t>(i % c.n_head_kv);
-        const std::size_t state = size(tile) * size(c.n_head) + size(head) * size(c.group());
-        attend_tile(c, w, layer, s, m, head, tiles[tile], parts + state, sums + state * size(c.head_dim));
-      }
-      team_.barrier();
-      for (std::int64_t h = thread; h < c.n_head; h += team_.size()) {
-        for (std::int64_t tile = 1; tile < tiles.count(); ++tile) {
-          const std::size_t from = size(tile) * size(c.n_head) + size(h);
-          k_.merge(parts[h], sums + h * c.head_dim, parts[from], sums + from * size(c.head_dim), c.head_dim);
-        }
-        finish(cache, parts[h], sums + h * c.head_dim,
-               &s.a.att[(m * size(c.n_head) + size(h)) * size(c.head_dim)], c.head_dim);
-      }
-    });
-  }
-
-  // Many rows. A thread takes a row and KV head through all its tiles.
-  void attend_whole(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
-    const std::int32_t group = c.group(), d = c.head_dim;
-    const auto items = static_cast<std::int64_t>(s.rows.size()) * c.n_head_kv;
-    team_.run([&](int thread) {
-      float* into_sums = scratch(thread);
-      float* from_sums = into_sums + group * d;
-      Partial* into = parts_.data() + 2 * size(group) * size(thread);
-      Partial* from = into + group;
-      for (std::int64_t i = thread; i < items; i += team_.size()) {
-        const std::size_t m = size(i / c.n_head_kv);
-        const auto head = static_cast<std::int32_t>(i % c.n_head_kv);
-        const kv::Cache& cache = *s.rows[m].kv;
-        const kv::Tiles tiles(cache.ring(layer), s.rows[m].position);
-        attend_tile(c, w, layer, s, m, head, tiles[0], into, into_sums);
-        for (std::int64_t tile = 1; tile < tiles.count(); ++tile) {
-          attend_tile(c, w, layer, s, m, head, tiles[tile], from, from_sums);
-          for (std::int32_t g = 0; g < group; ++g)
-            k_.merge(into[g], into_sums + g * d, from[g], from_sums + g * d, d);
-        }
-        float* out = &s.a.att[m * size(c.q_dim()) + size(head) * size(group) * size(d)];
-        for (std::int32_t g = 0; g < group; ++g) finish(cache, into[g], into_sums + g * d, out + g * d, d);
-      }
-    });
-  }
-
   const std::shared_ptr<cpu::Team> shared_team_;  // with the other models of the process
   cpu::Team& team_;
   const cpu::Kernels& k_;
@@ -458,7 +363,7 @@ class CpuOps final : public Ops {
   std::size_t scratch_floats_;
   std::vector<float> scratch_;       // [threads, scratch_floats_]
   std::vector<ActBlock> quantized_;  // [threads, blocks of the widest row]
-  std::vector<Partial> parts_;       // [threads, 2, group]
+  cpu::Attention attention_;
 };
 
 }  // namespace

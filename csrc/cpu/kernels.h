@@ -40,24 +40,46 @@ struct MatmulArgs {
   float* const* into = nullptr;  // [n_tokens]: where each token's outputs go instead of y, or null
 };
 
-// One tile of keys and values against the query heads of one group. Its rows lie in n consecutive slots, or
-// in two runs of them where the ring wraps inside the tile.
-struct TileArgs {
-  const float* q;  // [group, head_dim]
+// Attention works in spans of this many consecutive positions, aligned to it: each is a softmax of its own,
+// and spans are merged in ascending position.
+constexpr std::int32_t kSpan = 4 * kTile;
+
+// Floats of a sum over values: head_dim, in whole pieces of 64.
+constexpr std::int32_t state_width(std::int32_t head_dim) { return (head_dim + 63) / 64 * 64; }
+
+// A block of queries that read the same keys: the heads of one group, of consecutive tokens.
+struct QueryArgs {
+  const float* q;  // head 0 of the group, of the first token; [group, head_dim] every token_stride floats
+  std::int64_t token_stride;
+  std::int32_t n_tokens;
   std::int32_t group;
   std::int32_t head_dim;
   float scale;  // of the scores: 1 / sqrt(head_dim)
+  KvFormat keys;
+};
+
+// Positions [begin, end) of a span, counted from its start.
+struct Range {
+  std::int32_t begin, end;
+};
+
+// A span of keys and values against prepared queries. The rows that anyone sees lie in consecutive slots, or
+// in two runs of them where the ring wraps inside the span; no others are read.
+struct SpanArgs {
+  std::int32_t n;  // queries: tokens times group
+  std::int32_t head_dim;
+  float scale;
   kv::Rows k, v;
-  std::int64_t slot;     // of the first row
-  std::int32_t n;        // rows, 1 to kTile
-  std::int32_t n_first;  // of them before the wrap
-  std::int64_t wrapped;  // slot of the first row behind the wrap
-  const float* offsets;  // added to the products q k of each head, every offset_stride floats; or null
-  std::int32_t offset_stride;
+  Range all;             // what any query sees: not empty
+  const Range* seen;     // [n] what each query sees
+  std::int64_t slot;     // of position all.begin
+  std::int32_t wrap;     // the first position behind the wrap; all.end where there is none
+  std::int64_t wrapped;  // its slot
+  const float* offsets;  // [kSpan / kTile, n] added to the products q k in each tile; or null
 };
 
 // The state of a softmax over some tiles, of one query head: out = sum / total.
-//   largest = max score, total = sum of e^(score - largest), sum [head_dim] = the same weights on v.
+//   largest = max score, total = sum of e^(score - largest), sum [state_width] = the same weights on v.
 struct Partial {
   float largest;
   float total;
@@ -89,12 +111,15 @@ struct Kernels {
 
   void (*store_row)(const kv::Rows& rows, std::int64_t slot, const float* src, std::int32_t n);
 
-  // parts [group], sums [group, head_dim]
-  void (*attend_tile)(const TileArgs& a, Partial* parts, float* sums);
+  // For attend_span. workspace: [workspace_floats(head_dim, n_tokens * group)], for both.
+  void (*prepare_queries)(const QueryArgs& a, float* workspace);
 
-  // Adds a later tile to an earlier state of the same head.
+  // parts [n], sums [n, state_width]. A query that sees nothing gets {-infinity, 0} and zeros.
+  void (*attend_span)(const SpanArgs& a, float* workspace, Partial* parts, float* sums);
+
+  // Adds a later span to an earlier state of the same head. width: state_width
   void (*merge)(Partial& into, float* into_sum, const Partial& from, const float* from_sum,
-                std::int32_t head_dim);
+                std::int32_t width);
 
   // out = sum / total
   void (*finish)(const Partial& part, const float* sum, float* out, std::int32_t head_dim);
@@ -104,6 +129,14 @@ constexpr std::int32_t kRowTile = 4;  // weight rows that a matmul turns into fl
 
 constexpr std::size_t matmul_scratch(std::int32_t cols) {
   return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
+}
+
+// Queries and a tile of keys or values; per query the scores of a span, the weights of a tile as bytes, and
+// four numbers.
+constexpr std::size_t workspace_floats(std::int32_t head_dim, std::int32_t n) {
+  const auto width = static_cast<std::size_t>(state_width(head_dim)), queries = static_cast<std::size_t>(n);
+  const std::size_t floats = (queries + kTile) * width + queries * (kSpan + kTile * 3 / 4 + 4);
+  return (floats + 15) / 16 * 16;
 }
 
 // Blocks with a Paley matrix, up to a size, are multiplied out. (static: see kernels_body.h)

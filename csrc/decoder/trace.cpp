@@ -1,8 +1,24 @@
 #include "decoder/trace.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace ringlm {
+namespace {
+
+// As kOperations has them.
+enum Operation : std::size_t {
+  kEmbed,
+  kNormQkv,
+  kRopeAppend,
+  kAttend,
+  kOutResidual,
+  kNormGateUp,
+  kDownResidual,
+  kNormHead
+};
+
+}  // namespace
 
 std::vector<TraceRecord> Trace::take() {
   std::vector<TraceRecord> taken(count);
@@ -21,28 +37,28 @@ void TimedOps::timed(std::size_t operation, F f) {
 }
 
 void TimedOps::embed(const Config& c, const Weights& w, const Step& s) {
-  timed(0, [&] { inner_.embed(c, w, s); });
+  timed(kEmbed, [&] { inner_.embed(c, w, s); });
 }
 void TimedOps::norm_qkv(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(1, [&] { inner_.norm_qkv(c, w, s); });
+  timed(kNormQkv, [&] { inner_.norm_qkv(c, w, s); });
 }
 void TimedOps::rope_append(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
-  timed(2, [&] { inner_.rope_append(c, w, layer, s); });
+  timed(kRopeAppend, [&] { inner_.rope_append(c, w, layer, s); });
 }
 void TimedOps::attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
-  timed(3, [&] { inner_.attend(c, w, layer, s); });
+  timed(kAttend, [&] { inner_.attend(c, w, layer, s); });
 }
 void TimedOps::out_residual(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(4, [&] { inner_.out_residual(c, w, s); });
+  timed(kOutResidual, [&] { inner_.out_residual(c, w, s); });
 }
 void TimedOps::norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(5, [&] { inner_.norm_gate_up(c, w, s); });
+  timed(kNormGateUp, [&] { inner_.norm_gate_up(c, w, s); });
 }
 void TimedOps::down_residual(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(6, [&] { inner_.down_residual(c, w, s); });
+  timed(kDownResidual, [&] { inner_.down_residual(c, w, s); });
 }
 void TimedOps::norm_head(const Config& c, const Weights& w, const Step& s) {
-  timed(7, [&] { inner_.norm_head(c, w, s); });
+  timed(kNormHead, [&] { inner_.norm_head(c, w, s); });
 }
 
 Measurement::Measurement(const Trace* trace)
@@ -62,19 +78,31 @@ void Measurement::add_to(Trace& trace, bool prefill, const Weights& w, std::span
   record.prefill = prefill;
   record.position = rows.front().position;
   record.n_tokens = static_cast<std::int32_t>(rows.size());
-  record.weight_bytes = weight_bytes(w, rows);
+  record.operation_bytes = operation_weight_bytes(w, rows);
+  record.weight_bytes =
+      std::accumulate(record.operation_bytes.begin(), record.operation_bytes.end(), std::size_t{0});
   record.kv_bytes = kv_bytes(rows);
+  record.operation_bytes[kAttend] += record.kv_bytes;
   trace.add(record);
 }
 
-std::size_t weight_bytes(const Weights& w, std::span<const Row> rows) {
-  std::size_t sum = rows.size() * w.token_embd.row_bytes;
+std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Weights& w,
+                                                                   std::span<const Row> rows) {
+  const auto of = [](const Matrix& m) { return m.data.size(); };
+  const auto floats = [](const Vector& v) { return v.size() * sizeof(float); };
+  std::array<std::size_t, kOperations.size()> bytes{};
+  bytes[kEmbed] = rows.size() * w.token_embd.row_bytes;
   for (const LayerWeights& l : w.layers) {
-    for (const Matrix* m : {&l.q, &l.k, &l.v, &l.out, &l.gate, &l.up, &l.down}) sum += m->data.size();
-    sum += l.vector_bytes();
+    bytes[kNormQkv] += of(l.q) + of(l.k) + of(l.v) + floats(l.attn_norm) + floats(l.q_bias) +
+                       floats(l.k_bias) + floats(l.v_bias);
+    bytes[kOutResidual] += of(l.out) + floats(l.out_bias);
+    bytes[kNormGateUp] +=
+        of(l.gate) + of(l.up) + floats(l.ffn_norm) + floats(l.gate_bias) + floats(l.up_bias);
+    bytes[kDownResidual] += of(l.down) + floats(l.down_bias);
   }
   const bool head = std::any_of(rows.begin(), rows.end(), [](const Row& r) { return r.logits != nullptr; });
-  return head ? sum + w.output_norm.size() * sizeof(float) + w.head.data.size() : sum;
+  if (head) bytes[kNormHead] = floats(w.output_norm) + of(w.head);
+  return bytes;
 }
 
 std::size_t kv_bytes(std::span<const Row> rows) {

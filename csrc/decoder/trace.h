@@ -81,8 +81,10 @@ class Measurement {
   std::chrono::steady_clock::time_point began_;
 };
 
-// Weights that a step over these rows has to read, and K/V rows that their queries see, in bytes.
-std::size_t weight_bytes(const Weights& w, std::span<const Row> rows);
+// Bytes of the weights that each operation of a step over these rows has to read, every matrix once, and of
+// the K/V rows that their queries see.
+std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Weights& w,
+                                                                   std::span<const Row> rows);
 std::size_t kv_bytes(std::span<const Row> rows);
 
 }  // namespace ringlm

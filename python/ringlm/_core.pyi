@@ -125,6 +125,7 @@ class _TraceRecord(TypedDict):
     kv_bytes: int
     seconds: float
     operations: dict[str, float]
+    operation_bytes: dict[str, int]
     allocations: int
 
 class Session:
@@ -220,6 +221,17 @@ def largest_n_ctx(
     model: Model, kv_k: str, kv_v: str, chunk: int, pinned: int, memory: int
 ) -> int: ...  # 0: not even pinned + 1
 def available_memory() -> int: ...
+
+class MemoryReader:
+    """How fast memory is read; see csrc/cpu/bandwidth.h."""
+
+    def __init__(self, nbytes: int, n_threads: int) -> None: ...
+    def read(self, passes: int, parts: int = 1) -> list[float]: ...  # seconds of each pass
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def n_threads(self) -> int: ...
+
 def dequantize(type: int, data: NDArray[np.uint8]) -> NDArray[np.float32]: ...
 
 class _SamplerParams(TypedDict):

@@ -35,6 +35,8 @@ class TraceRecord:
     seconds: float
     #: Seconds by operation; over all layers, for those that a layer has.
     operations: Mapping[str, float]
+    #: Bytes that each operation had to read: its weights, and for attend ``kv_bytes``.
+    operation_bytes: Mapping[str, int]
     #: Heap allocations of the extension module while the step computed; a batch makes a few before and behind
     #: that, for its own bookkeeping.
     allocations: int

@@ -31,8 +31,10 @@ SHAPES = {
 }
 
 
-def all_logits(path: Path, kv: str, backend: str = "cpu", chunk: int = 64, n_threads: int = 2) -> np.ndarray:
-    model = _core.Model(str(path), n_threads, backend)
+def all_logits(
+    path: Path, kv: str, backend: str = "cpu", chunk: int = 64, n_threads: int = 2, repack: bool = True
+) -> np.ndarray:
+    model = _core.Model(str(path), n_threads, backend, repack=repack)
     session = _core.Session(model, kv_k=kv, kv_v=kv, chunk=chunk)
     out = np.zeros((len(TOKENS), model.config.n_vocab), np.float32)
     session.prefill(np.array(TOKENS, np.int32), out, all_logits=True)
@@ -64,10 +66,15 @@ def test_f16_cache_rounds_like_the_reference(tmp_path: Path, backend: str) -> No
 def test_quantized_weights(tmp_path: Path, qtype: str) -> None:
     shape = Shape(n_embd=256, n_ff=256, types={"default": qtype})
     weights = write_llama(tmp_path / "m.gguf", shape)
-    assert worst(all_logits(tmp_path / "m.gguf", "f32"), reference_logits(shape, weights, TOKENS)) < 5e-5
+    expected = reference_logits(shape, weights, TOKENS)
+    # Packed weights of a type with blocks meet activations of 16 bits.
+    assert worst(all_logits(tmp_path / "m.gguf", "f32"), expected) < (
+        2e-5 if qtype in ("F16", "BF16") else 5e-4
+    )
+    assert worst(all_logits(tmp_path / "m.gguf", "f32", repack=False), expected) < 2e-5
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "neon", "dotprod", "i8mm"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avxvnni", "avx512", "amx", "neon", "dotprod", "i8mm"])
 def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     import os
     import subprocess
@@ -104,4 +111,4 @@ def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     if "this processor runs" in run.stderr:
         pytest.skip(f"this processor does not run {isa}")
     assert run.returncode == 0, run.stderr
-    assert worst(np.load(tmp_path / "out.npy"), reference_logits(shape, weights, TOKENS)) < 5e-5
+    assert worst(np.load(tmp_path / "out.npy"), reference_logits(shape, weights, TOKENS)) < 5e-4

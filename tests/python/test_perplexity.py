@@ -99,7 +99,7 @@ def test_cache_type(tmp_path: Path) -> None:
     weights = write_random(tmp_path / "m.gguf")
     half = math.exp(by_definition(weights, list(TEXT.encode()), 50, False, "f16").mean())
     full = math.exp(by_definition(weights, list(TEXT.encode()), 50, False, "f32").mean())
-    with Model(tmp_path / "m.gguf") as model:
+    with Model(tmp_path / "m.gguf", repack=False) as model:  # activations of 16 bits differ by as much
         found = perplexity(model, TEXT, n_ctx=50, kv="f16").perplexity
     assert abs(found - half) < abs(found - full)
     assert found == pytest.approx(half, rel=1e-4)

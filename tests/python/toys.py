@@ -151,10 +151,15 @@ class ToyModel:
     """``script(ids) -> next id`` is the model: its logits are 0, and 10 at the next id."""
 
     def __init__(
-        self, path: str, n_threads: int = 0, backend: str = "cpu", window: Sequence[int] = ()
+        self,
+        path: str,
+        n_threads: int = 0,
+        backend: str = "cpu",
+        window: Sequence[int] = (),
+        repack: bool = True,
     ) -> None:
         self.path, self.n_threads, self.backend = path, n_threads or 2, backend
-        self.window = list(window)
+        self.window, self.repack = list(window), repack
         self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_train=256, rope_factor=1.0)
         self.nbytes = 1000
         self.closed = False

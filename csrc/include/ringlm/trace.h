@@ -19,6 +19,8 @@ struct TraceRecord {
   std::size_t kv_bytes;      // of the rows that the queries saw, each query's counted
   double seconds;            // of the whole step
   std::array<double, kOperations.size()> operation_seconds;  // over all layers
+  // What each has to read, over all layers: its weights, and for attend kv_bytes.
+  std::array<std::size_t, kOperations.size()> operation_bytes;
   std::int64_t
       allocations;  // heap allocations during the step, as start_trace() was told to count them, or -1
 };
