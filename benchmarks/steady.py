@@ -7,8 +7,8 @@ barrier of the team behind each of as many parts as a decode step has operations
 take turns of 32 steps, so that what happens on the machine meets both.
 
 1. On a quiet machine: p99 over p50 of the step times. Bar: at most 1.1 times the control's.
-2. With another process that is busy, and is pinned to no core: the mean step compared with the quiet one. Bar:
-   decode keeps at least 0.9 of the part of its speed that the control keeps.
+2. With another process that is busy, and is pinned to no core: the mean step compared with the quiet one.
+   Bar: decode keeps at least 0.9 of the part of its speed that the control keeps.
 
 Quiet and busy phases alternate. Exit code 1 if a bar is missed.
 """

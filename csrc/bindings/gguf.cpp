@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "cpu/fast_types.h"
+#include "cpu/pack.h"
 #include "gguf/text.h"
 #include "ringlm/error.h"
 
@@ -150,7 +150,9 @@ py::dict type_sizes() {
 
 std::vector<std::string> fast_types() {
   std::vector<std::string> names;
-  for (const gguf::DType type : cpu::fast_types()) names.emplace_back(gguf::traits(type).name);
+  for (const gguf::TypeTraits& t : gguf::all_types()) {
+    if (cpu::can_pack(t.type)) names.emplace_back(t.name);
+  }
   return names;
 }
 

@@ -32,11 +32,22 @@ std::int32_t widest_input(const Config& c) { return std::max({c.n_embd, c.q_dim(
 // Blocks that hold a row of any input of a projection.
 std::size_t blocks_of(std::int32_t cols) { return size(cols / cpu::kActBlock); }
 
-// What one thread needs: a row after its norm and float32 weight rows of a product, or one head.
-std::size_t scratch_floats(const Config& c) {
-  const std::int32_t widest = std::max(widest_input(c), c.head_dim);
-  return size(widest) + cpu::matmul_scratch(widest);
-}
+// The memory of a thread, in bytes from its beginning: a row after its norm (or a head), the row quantized,
+// and what matmul or row_matmul asks for.
+struct Scratch {
+  std::size_t quantized, product, end;
+
+  explicit Scratch(const Config& c) {
+    const std::int32_t widest = std::max(widest_input(c), c.head_dim);
+    quantized = aligned(size(widest) * sizeof(float));
+    product = quantized + aligned(blocks_of(widest) * sizeof(ActBlock));
+    end = product + aligned(std::max(cpu::staged_bytes(widest), cpu::matmul_scratch(widest) * sizeof(float)));
+  }
+};
+
+struct alignas(64) Line {
+  std::byte bytes[64];
+};
 
 float dot(std::span<const float> a, std::span<const float> b) {
   double sum = 0.0;
@@ -54,9 +65,8 @@ class CpuOps final : public Ops {
         packed_(options.pack),
         rotation_(kv::make_rotation(c.head_dim)),
         rotation_tables_(cpu::rotation_tables(rotation_)),
-        scratch_floats_(scratch_floats(c)),
-        scratch_(scratch_floats_ * size(team_.size())),
-        quantized_(blocks_of(widest_input(c)) * size(team_.size())),
+        scratch_at_(c),
+        scratch_(scratch_at_.end / sizeof(Line) * size(team_.size())),
         attention_(c, k_, rotation_, rotation_tables_, team_.size()) {
     matrices_.resize(w.n_matrices);
     w.for_each_matrix([&](const Matrix& m) {
@@ -76,13 +86,15 @@ class CpuOps final : public Ops {
   }
   std::size_t packed_bytes() const override {
     std::size_t bytes = 0;
-    for (const MatrixView& m : matrices_) bytes += aligned(m.packed_bytes());
+    for (const MatrixView& m : matrices_) {
+      if (cpu::can_pack(m.type)) bytes += aligned(m.packed_bytes());
+    }
     return bytes;
   }
   bool packed() const override { return packed_; }
   std::size_t scratch_bytes() const override {
-    return (scratch_.size() + rotation_tables_.size()) * sizeof(float) +
-           quantized_.size() * sizeof(ActBlock) + attention_.bytes() + matrices_.size() * sizeof(MatrixView);
+    return scratch_.size() * sizeof(Line) + rotation_tables_.size() * sizeof(float) + attention_.bytes() +
+           matrices_.size() * sizeof(MatrixView);
   }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
@@ -90,8 +102,8 @@ class CpuOps final : public Ops {
     team_.run([&](int thread) {
       auto* row = reinterpret_cast<std::uint8_t*>(scratch(thread));  // at most 4 bytes an element
       for (std::size_t m = size(thread); m < s.rows.size(); m += size(team_.size())) {
-        if (packed_) cpu::unpack_row(table, s.rows[m].token, row);
-        k_.dequantize_row(table.type, packed_ ? row : u8(w.token_embd.row(s.rows[m].token)),
+        if (table.packed) cpu::unpack_row(table, s.rows[m].token, row);
+        k_.dequantize_row(table.type, table.packed ? row : u8(w.token_embd.row(s.rows[m].token)),
                           &s.a.x[m * size(c.n_embd)], c.n_embd);
       }
     });
@@ -240,6 +252,7 @@ class CpuOps final : public Ops {
     auto* out = reinterpret_cast<std::uint8_t*>(region_.bytes().data());
     w.for_each_matrix([&](const Matrix& matrix) {
       MatrixView& m = matrices_[matrix.index];
+      if (!cpu::can_pack(m.type)) return;  // it stays in the file
       LocalClaims claims(m.groups(), 16, team_.size());
       team_.run([&](int thread) {
         for (std::int64_t begin, end; claims.take(thread, begin, end);) {
@@ -247,15 +260,16 @@ class CpuOps final : public Ops {
         }
       });
       m.data = out;
+      m.packed = true;
       out += aligned(m.packed_bytes());
       host::drop_pages(matrix.data);
     });
   }
 
-  float* scratch(int thread) { return scratch_.data() + size(thread) * scratch_floats_; }
-
+  std::byte* memory(int thread) { return scratch_[size(thread) * scratch_at_.end / sizeof(Line)].bytes; }
+  float* scratch(int thread) { return reinterpret_cast<float*>(memory(thread)); }
   ActBlock* quantized(int thread) {
-    return quantized_.data() + size(thread) * (quantized_.size() / size(team_.size()));
+    return reinterpret_cast<ActBlock*>(memory(thread) + scratch_at_.quantized);
   }
 
   void rotate(float* head, bool back) const { k_.rotate(rotation_, rotation_tables_.data(), head, back); }
@@ -266,7 +280,7 @@ class CpuOps final : public Ops {
     constexpr std::size_t bytes = 24 << 10;
     std::int64_t groups = 0;
     for (const Product& p : products) groups += p.w->groups();
-    const std::size_t grain = M == 1 ? bytes / products[0].w->group_bytes() : 2;
+    const std::size_t grain = M == 1 ? bytes / products[0].w->group_bytes() : 1;
     return {groups, std::max<std::int64_t>(1, static_cast<std::int64_t>(grain)), team_.size()};
   }
 
@@ -343,11 +357,12 @@ class CpuOps final : public Ops {
       if (from == to) continue;
       const cpu::MatmulArgs args{*p.w, p.bias, x.x,   x.quantized, static_cast<std::int32_t>(x.M),
                                  p.y,  p.add,  p.into};
-      if (packed_) {
-        k_.matmul(args, from, to);
+      std::byte* product = memory(thread) + scratch_at_.product;
+      if (p.w->packed) {
+        k_.matmul(args, from, to, product);
       } else {
         k_.row_matmul(args, from * cpu::kGroup, std::min(to * cpu::kGroup, p.w->rows),
-                      scratch(thread) + p.w->cols);
+                      reinterpret_cast<float*>(product));
       }
     }
   }
@@ -360,9 +375,8 @@ class CpuOps final : public Ops {
   std::vector<MatrixView> matrices_;  // by Matrix::index, packed or as in the file
   const kv::Rotation rotation_;       // of every INT8 cache of the model
   const std::vector<float> rotation_tables_;
-  std::size_t scratch_floats_;
-  std::vector<float> scratch_;       // [threads, scratch_floats_]
-  std::vector<ActBlock> quantized_;  // [threads, blocks of the widest row]
+  const Scratch scratch_at_;
+  std::vector<Line> scratch_;  // [threads, scratch_at_.end]
   cpu::Attention attention_;
 };
 

@@ -90,8 +90,9 @@ struct Kernels {
 
   void (*dequantize_row)(gguf::DType type, const std::uint8_t* row, float* y, std::int32_t n);
 
-  // Groups [begin, end) of a.w, which is packed.
-  void (*matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end);
+  // Groups [begin, end) of a.w, which is packed. scratch: [staged_bytes(cols)] of this thread, 64-byte
+  // aligned.
+  void (*matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end, void* scratch);
 
   // n columns, a multiple of kActBlock.
   void (*quantize)(const float* x, ActBlock* y, std::int32_t n);
@@ -124,6 +125,11 @@ struct Kernels {
   // out = sum / total
   void (*finish)(const Partial& part, const float* sum, float* out, std::int32_t head_dim);
 };
+
+// A group of rows taken apart for many tokens: a byte a code, and two scales and minima for 32 columns.
+constexpr std::size_t staged_bytes(std::int32_t cols) {
+  return static_cast<std::size_t>(cols / kActBlock) * kGroup * (kActBlock + 4 * sizeof(float));
+}
 
 constexpr std::int32_t kRowTile = 4;  // weight rows that a matmul turns into float32 at a time
 

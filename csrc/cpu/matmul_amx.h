@@ -27,6 +27,7 @@ inline void configure_tiles(int words) {
     c.row_bytes[t] = static_cast<std::uint16_t>(t == 4 || t == 5 ? 4 * words : 4 * kGroup);
     c.rows[t] = static_cast<std::uint8_t>(t == 6 ? words : kTileTokens);
   }
+  asm volatile("" : : "r"(&c) : "memory");  // GCC 12 does not know that the next line reads it
   _tile_loadconfig(&c);
 }
 
@@ -34,82 +35,83 @@ struct alignas(64) TileSums {
   std::int32_t high[kTileTokens][kGroup], low[kTileTokens][kGroup];
 };
 
-// Scales the sums over columns of scale S of group G and adds them to acc.
-template <class W, int G, int S>
-inline __attribute__((always_inline)) void add_sums(const TileSums& sums, const std::uint8_t* p,
-                                                    const ActBlock* x, std::int64_t stride,
-                                                    f32x16 (&acc)[kTileTokens]) {
-  const f32x16 d = W::template scale<G, S>(p);
-  f32x16 m = d;
-  if constexpr (W::kMinima) m = W::template minimum<G, S>(p);
-  unrolled<kTileTokens>([&](auto t) {
-    const ActBlock& xt = x[t.value * stride];
-    const std::int32_t all = W::kScales == 1 ? xt.totals[0] + xt.totals[1] : xt.totals[S];
-    const i32x16 high{_mm512_load_si512(sums.high[t.value])}, low{_mm512_load_si512(sums.low[t.value])};
-    i32x16 sum = times_256(high) + low;
-    if constexpr (W::kZero != 0) sum = sum + set1_i32(-W::kZero * all);
-    acc[t.value] = fma(d * set1(xt.scale), to_f32(sum), acc[t.value]);
-    if constexpr (W::kMinima) {
-      acc[t.value] = fma(m, set1(W::kScales == 1 ? xt.sum : xt.half_sums[S]), acc[t.value]);
-    }
-  });
-}
-
-// One group of rows times 16 tokens. Two sets of sums, so that the tiles work on one product while the
-// vectors scale the one before.
-template <class W>
-void amx_group(const std::uint8_t* p, std::int32_t cols, const ActBlock* x, std::int64_t stride,
-               f32x16 (&acc)[kTileTokens]) {
-  constexpr int bytes = kGroup * W::kBytes, groups = W::kColumns / kActBlock, words = 8 / W::kScales;
-  alignas(64) std::uint8_t codes[2][words][4 * kGroup];
+// One staged group times 16 tokens. Two sets of sums, so that the tiles work on one product while the vectors
+// scale the one before.
+template <int Scales, bool Minima>
+void amx_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, const ActBlock* x,
+              std::int64_t stride, f32x16 (&acc)[kTileTokens]) {
+  constexpr int words = 8 / Scales;
+  const auto between = static_cast<std::size_t>(stride) * sizeof(ActBlock);
   TileSums sums[2];
-  for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x += groups) {
-    unrolled<groups>([&](auto g) {
-      unrolled<W::kScales>([&](auto s) {
-        constexpr int G = decltype(g)::value, S = decltype(s)::value, set = (G * W::kScales + S) % 2;
-        unrolled<words>(
-            [&](auto w) { store_words(codes[set][w.value], W::template codes<G, words * S + w.value>(p)); });
-        const ActBlock& first = x[G];
-        const auto bytes_between = static_cast<std::size_t>(stride) * sizeof(ActBlock);
-        _tile_loadd(6, codes[set], 4 * kGroup);
-        _tile_loadd(4, first.digits + words * S, bytes_between);
-        _tile_loadd(5, first.digits + 8 + words * S, bytes_between);
-        if constexpr (set == 0) {
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_dpbsud(0, 4, 6);
-          _tile_dpbsud(1, 5, 6);
-          _tile_stored(0, sums[0].high, 4 * kGroup);
-          _tile_stored(1, sums[0].low, 4 * kGroup);
-        } else {
-          _tile_zero(2);
-          _tile_zero(3);
-          _tile_dpbsud(2, 4, 6);
-          _tile_dpbsud(3, 5, 6);
-          _tile_stored(2, sums[1].high, 4 * kGroup);
-          _tile_stored(3, sums[1].low, 4 * kGroup);
-        }
-        add_sums<W, G, S>(sums[set], p, x + G, stride, acc);
-      });
+  const auto multiply = [&](auto set, auto s, const StagedBlock& b, const ActBlock& first) {
+    _tile_loadd(6, b.codes[words * s.value], 4 * kGroup);
+    _tile_loadd(4, first.digits + words * s.value, between);
+    _tile_loadd(5, first.digits + 8 + words * s.value, between);
+    if constexpr (set.value == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 5, 6);
+      _tile_stored(0, sums[0].high, 4 * kGroup);
+      _tile_stored(1, sums[0].low, 4 * kGroup);
+    } else {
+      _tile_zero(2);
+      _tile_zero(3);
+      _tile_dpbsud(2, 4, 6);
+      _tile_dpbsud(3, 5, 6);
+      _tile_stored(2, sums[1].high, 4 * kGroup);
+      _tile_stored(3, sums[1].low, 4 * kGroup);
+    }
+  };
+  const auto scale = [&](auto set, auto s, const StagedBlock& b, const ActBlock* xb) {
+    const f32x16 d = load(b.scales[s.value]), m = load(b.minima[s.value]);
+    unrolled<kTileTokens>([&](auto t) {
+      const ActBlock& xt = xb[t.value * stride];
+      const i32x16 high{_mm512_load_si512(sums[set.value].high[t.value])};
+      const i32x16 low{_mm512_load_si512(sums[set.value].low[t.value])};
+      i32x16 sum = times_256(high) + low;
+      if constexpr (!Minima) sum = sum + set1_i32(-zero * total_of<Scales, s.value>(xt));
+      acc[t.value] = fma(d * set1(xt.scale), to_f32(sum), acc[t.value]);
+      if constexpr (Minima) acc[t.value] = fma(m, sum_of<Scales, s.value>(xt), acc[t.value]);
     });
+  };
+  // Product number n goes to set n % 2; a block has one or two products.
+  const std::int32_t n = cols / kActBlock;
+  if constexpr (Scales == 2) {
+    for (std::int32_t i = 0; i < n; ++i) {
+      multiply(Constant<0>{}, Constant<0>{}, block[i], x[i]);
+      multiply(Constant<1>{}, Constant<1>{}, block[i], x[i]);
+      scale(Constant<0>{}, Constant<0>{}, block[i], x + i);
+      scale(Constant<1>{}, Constant<1>{}, block[i], x + i);
+    }
+  } else {
+    std::int32_t i = 0;
+    for (; i + 2 <= n; i += 2) {
+      multiply(Constant<0>{}, Constant<0>{}, block[i], x[i]);
+      multiply(Constant<1>{}, Constant<0>{}, block[i + 1], x[i + 1]);
+      scale(Constant<0>{}, Constant<0>{}, block[i], x + i);
+      scale(Constant<1>{}, Constant<0>{}, block[i + 1], x + i + 1);
+    }
+    if (i < n) {
+      multiply(Constant<0>{}, Constant<0>{}, block[i], x[i]);
+      scale(Constant<0>{}, Constant<0>{}, block[i], x + i);
+    }
   }
 }
 
 // Whole tiles of tokens; returns how many tokens that are.
-template <class W>
-std::int32_t amx_tokens(const MatmulArgs& a, std::int32_t begin, std::int32_t end) {
+template <int Scales, bool Minima>
+std::int32_t amx_tokens(const MatmulArgs& a, std::int32_t group, const StagedBlock* staged,
+                        std::int32_t zero) {
   const std::int32_t n = a.n_tokens / kTileTokens * kTileTokens;
   if (n == 0) return 0;
-  configure_tiles(8 / W::kScales);
+  configure_tiles(8 / Scales);
   const std::int64_t stride = a.w.cols / kActBlock;
   for (std::int32_t token = 0; token < n; token += kTileTokens) {
-    for (std::int32_t group = begin; group < end; ++group) {
-      f32x16 acc[kTileTokens];
-      for (f32x16& sum : acc) sum = set1(0.0f);
-      amx_group<W>(a.w.data + static_cast<std::size_t>(group) * a.w.group_bytes(), a.w.cols,
-                   a.quantized + token * stride, stride, acc);
-      for (int t = 0; t < kTileTokens; ++t) write_group(a, group, token + t, acc[t]);
-    }
+    f32x16 acc[kTileTokens];
+    for (f32x16& sum : acc) sum = set1(0.0f);
+    amx_sums<Scales, Minima>(staged, a.w.cols, zero, a.quantized + token * stride, stride, acc);
+    for (int t = 0; t < kTileTokens; ++t) write_group(a, group, token + t, acc[t]);
   }
   _tile_release();
   return n;

@@ -60,6 +60,8 @@ inline __attribute__((always_inline)) void unrolled(F f) {
 // Signed bytes hold the codes whose zero is 128 after that has been taken from them: the same sums.
 template <class W>
 constexpr bool kMinusZero = kSignedCodes && W::kZero == 128;
+template <class W>
+constexpr std::int32_t kZeroCode = kMinusZero<W> ? 0 : W::kZero;
 
 // The codes of kStep words from word At on, as the products take them.
 template <class W, int G, int At>
@@ -73,51 +75,96 @@ inline __attribute__((always_inline)) Codes step_codes(const std::uint8_t* p) {
   }
 }
 
-// Group G of 32 columns of the block at p, times the activations of T tokens, added to acc [T].
-template <class W, int G, int T>
-inline __attribute__((always_inline)) void add_columns(const std::uint8_t* p, const ActBlock* x,
-                                                       std::int64_t stride, f32x16 (&acc)[T]) {
-  constexpr int steps = 8 / W::kScales / kStep, zero = kMinusZero<W> ? 0 : W::kZero;
-  unrolled<W::kScales>([&](auto s) {
-    constexpr int S = decltype(s)::value;
-    Sums sums[T];
-    unrolled<T>([&](auto t) {
-      const ActBlock& xt = x[t.value * stride];
-      const std::int32_t all = W::kScales == 1 ? xt.totals[0] + xt.totals[1] : xt.totals[S];
-      sums[t.value] = start(-zero * all);
-    });
-    unrolled<steps>([&](auto w) {
-      constexpr int at = kStep * (steps * S + decltype(w)::value);
-      const Codes codes = step_codes<W, G, at>(p);
-      unrolled<T>([&](auto t) { accumulate<at>(sums[t.value], codes, x[t.value * stride]); });
-    });
-    const f32x16 d = W::template scale<G, S>(p);
-    unrolled<T>([&](auto t) {
-      const ActBlock& xt = x[t.value * stride];
-      acc[t.value] = fma(d * set1(xt.scale), to_f32(total(sums[t.value])), acc[t.value]);
-    });
-    if constexpr (W::kMinima) {
-      const f32x16 m = W::template minimum<G, S>(p);
-      unrolled<T>([&](auto t) {
-        const ActBlock& xt = x[t.value * stride];
-        acc[t.value] = fma(m, set1(W::kScales == 1 ? xt.sum : xt.half_sums[S]), acc[t.value]);
-      });
-    }
-  });
+// Scale number S of 32 columns: of all of them, or of each half.
+template <int Scales, int S>
+inline std::int32_t total_of(const ActBlock& x) {
+  return Scales == 1 ? x.totals[0] + x.totals[1] : x.totals[S];
+}
+template <int Scales, int S>
+inline f32x16 sum_of(const ActBlock& x) {
+  return set1(Scales == 1 ? x.sum : x.half_sums[S]);
 }
 
 constexpr std::int32_t kAhead = 2048;  // bytes between what is read and what is asked for
 
-// One group of rows times T tokens.
-template <class W, int T>
-void add_group(const std::uint8_t* p, std::int32_t cols, const ActBlock* x, std::int64_t stride,
-               f32x16 (&acc)[T]) {
+// One group of rows times one token, straight from the packed bytes.
+template <class W>
+f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
   constexpr int bytes = kGroup * W::kBytes, groups = W::kColumns / kActBlock;
+  constexpr int steps = 8 / W::kScales / kStep;
+  f32x16 acc = set1(0.0f);
   for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x += groups) {
-    if constexpr (T == 1) {
-      for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + kAhead + b);
-    }
-    unrolled<groups>([&](auto g) { add_columns<W, g.value, T>(p, x + g.value, stride, acc); });
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + kAhead + b);
+    unrolled<groups>([&](auto g) {
+      const ActBlock& xg = x[g.value];
+      unrolled<W::kScales>([&](auto s) {
+        Sums sums = start(-kZeroCode<W> * total_of<W::kScales, s.value>(xg));
+        unrolled<steps>([&](auto w) {
+          constexpr int at = kStep * (steps * s.value + w.value);
+          accumulate<at>(sums, step_codes<W, g.value, at>(p), xg);
+        });
+        const f32x16 d = W::template scale<g.value, s.value>(p);
+        acc = fma(d * set1(xg.scale), to_f32(total(sums)), acc);
+        if constexpr (W::kMinima) {
+          acc = fma(W::template minimum<g.value, s.value>(p), sum_of<W::kScales, s.value>(xg), acc);
+        }
+      });
+    });
+  }
+  return acc;
+}
+
+// For many tokens a group is taken apart once: 32 columns of it, in a form that all types share.
+struct alignas(64) StagedBlock {
+  std::uint8_t codes[8][4 * kGroup];
+  float scales[2][kGroup], minima[2][kGroup];
+};
+static_assert(sizeof(StagedBlock) == staged_bytes(kActBlock));
+
+template <class W>
+void stage(const std::uint8_t* p, std::int32_t cols, StagedBlock* out) {
+  constexpr int groups = W::kColumns / kActBlock;
+  for (std::int32_t i = 0; i < cols; i += W::kColumns, p += kGroup * W::kBytes, out += groups) {
+    unrolled<groups>([&](auto g) {
+      StagedBlock& block = out[g.value];
+      unrolled<8 / kStep>([&](auto w) {
+        constexpr int at = kStep * w.value;
+        store_codes(block.codes[at], step_codes<W, g.value, at>(p));
+      });
+      unrolled<W::kScales>([&](auto s) {
+        store(block.scales[s.value], W::template scale<g.value, s.value>(p));
+        if constexpr (W::kMinima) store(block.minima[s.value], W::template minimum<g.value, s.value>(p));
+      });
+    });
+  }
+}
+
+// A staged group times T tokens; the same sums in the same order as row_sums().
+template <int Scales, bool Minima, int T>
+void staged_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, const ActBlock* x,
+                 std::int64_t stride, f32x16 (&acc)[T]) {
+  constexpr int steps = 8 / Scales / kStep;
+  for (std::int32_t i = 0; i < cols; i += kActBlock, ++block, ++x) {
+    unrolled<Scales>([&](auto s) {
+      Sums sums[T];
+      unrolled<T>(
+          [&](auto t) { sums[t.value] = start(-zero * total_of<Scales, s.value>(x[t.value * stride])); });
+      unrolled<steps>([&](auto w) {
+        constexpr int at = kStep * (steps * s.value + w.value);
+        const Codes codes = load_codes(block->codes[at]);
+        unrolled<T>([&](auto t) { accumulate<at>(sums[t.value], codes, x[t.value * stride]); });
+      });
+      const f32x16 d = load(block->scales[s.value]);
+      unrolled<T>([&](auto t) {
+        acc[t.value] = fma(d * set1(x[t.value * stride].scale), to_f32(total(sums[t.value])), acc[t.value]);
+      });
+      if constexpr (Minima) {
+        const f32x16 m = load(block->minima[s.value]);
+        unrolled<T>([&](auto t) {
+          acc[t.value] = fma(m, sum_of<Scales, s.value>(x[t.value * stride]), acc[t.value]);
+        });
+      }
+    });
   }
 }
 
@@ -135,18 +182,6 @@ void write_group(const MatmulArgs& a, std::int32_t group, std::int32_t token, f3
   for (std::int32_t r = 0; r < n; ++r) {
     const float value = a.bias ? values[r] + a.bias[row + r] : values[r];
     y[r] = a.add ? y[r] + value : value;
-  }
-}
-
-template <class W, int T>
-void tokens_into(const MatmulArgs& a, std::int32_t begin, std::int32_t end, std::int32_t token) {
-  const std::int64_t stride = a.w.cols / kActBlock;
-  const ActBlock* x = a.quantized + token * stride;
-  for (std::int32_t group = begin; group < end; ++group) {
-    f32x16 acc[T];
-    for (int t = 0; t < T; ++t) acc[t] = set1(0.0f);
-    add_group<W, T>(a.w.data + static_cast<std::size_t>(group) * a.w.group_bytes(), a.w.cols, x, stride, acc);
-    for (int t = 0; t < T; ++t) write_group(a, group, token + t, acc[t]);
   }
 }
 
@@ -226,20 +261,43 @@ void float_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end) {
 namespace ringlm::cpu {
 namespace {
 
-template <class W>
-void quantized_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end) {
+// A staged group times all tokens that come in whole tiles; returns how many those were.
+template <int Scales, bool Minima>
+std::int32_t staged_tokens(const MatmulArgs& a, std::int32_t group, const StagedBlock* staged,
+                           std::int32_t zero) {
+  const std::int64_t stride = a.w.cols / kActBlock;
   std::int32_t token = 0;
 #if defined(__AMX_INT8__)
-  token = amx_tokens<W>(a, begin, end);
+  token = amx_tokens<Scales, Minima>(a, group, staged, zero);
 #endif
-  if constexpr (kTokens > 1) {
-    for (; token + kTokens <= a.n_tokens; token += kTokens) tokens_into<W, kTokens>(a, begin, end, token);
+  for (; token + kTokens <= a.n_tokens; token += kTokens) {
+    f32x16 acc[kTokens];
+    for (f32x16& sum : acc) sum = set1(0.0f);
+    staged_sums<Scales, Minima, kTokens>(staged, a.w.cols, zero, a.quantized + token * stride, stride, acc);
+    for (int t = 0; t < kTokens; ++t) write_group(a, group, token + t, acc[t]);
   }
-  for (; token < a.n_tokens; ++token) tokens_into<W, 1>(a, begin, end, token);
+  return token;
 }
 
-void matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end) {
-  if (with_packed(a.w.type, [&](auto w) { quantized_matmul<decltype(w)>(a, begin, end); })) return;
+template <class W>
+void quantized_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end, void* scratch) {
+  const std::int64_t stride = a.w.cols / kActBlock;
+  for (std::int32_t group = begin; group < end; ++group) {
+    const std::uint8_t* p = a.w.data + static_cast<std::size_t>(group) * a.w.group_bytes();
+    std::int32_t token = 0;
+    if (kTokens > 1 && a.n_tokens >= kTokens) {  // else it would not pay
+      auto* staged = static_cast<StagedBlock*>(scratch);
+      stage<W>(p, a.w.cols, staged);
+      token = staged_tokens<W::kScales, W::kMinima>(a, group, staged, kZeroCode<W>);
+    }
+    for (; token < a.n_tokens; ++token) {
+      write_group(a, group, token, row_sums<W>(p, a.w.cols, a.quantized + token * stride));
+    }
+  }
+}
+
+void matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end, void* scratch) {
+  if (with_packed(a.w.type, [&](auto w) { quantized_matmul<decltype(w)>(a, begin, end, scratch); })) return;
   switch (a.w.type) {
     case gguf::DType::F32:
       return float_matmul<PackedF32>(a, begin, end);

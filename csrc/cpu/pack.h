@@ -25,6 +25,7 @@ struct MatrixView {
   std::int32_t rows, cols;
   std::size_t row_bytes;     // in the file
   const std::uint8_t* data;  // [rows, row_bytes] in the file, [groups, kGroup * row_bytes] when packed
+  bool packed = false;
 
   std::int32_t groups() const { return (rows + kGroup - 1) / kGroup; }
   std::size_t group_bytes() const { return kGroup * row_bytes; }

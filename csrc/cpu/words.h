@@ -27,7 +27,6 @@ struct u32x16 {
   __m512i v;
 };
 inline u32x16 load_words(const std::uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void store_words(std::uint8_t* p, u32x16 a) { _mm512_storeu_si512(p, a.v); }
 inline u32x16 set1_u32(std::uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline u32x16 operator&(u32x16 a, u32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline u32x16 operator|(u32x16 a, u32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
@@ -365,10 +364,12 @@ inline u32x16 nibbles(u32x16 a) {
 
 // Sums of codes times 16-bit activations: from start(n) on, accumulate<W> adds the products with the columns
 // of kStep words from word W on, and total() is one number a row. Where kSignedCodes, the products take codes
-// as signed bytes.
+// as signed bytes. Codes may be kept in kStep * 64 bytes.
 constexpr int kStep = 1;
 constexpr bool kSignedCodes = false;
 using Codes = u32x16;
+inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
+inline void store_codes(std::uint8_t* p, Codes a) { std::memcpy(p, &a, sizeof a); }
 #if RINGLM_TWO_DIGITS
 struct Sums {
   i32x16 high, low;

@@ -146,6 +146,11 @@ constexpr bool kSignedCodes = false;
 struct Codes {
   uint8x16_t v[8];
 };
+inline Codes load_codes(const std::uint8_t* p) {
+  Codes c;
+  for (int i = 0; i < 8; ++i) c.v[i] = vld1q_u8(p + 16 * i);
+  return c;
+}
 inline Codes side_by_side(u32x16 a, u32x16 b) {
   Codes c;
   for (int i = 0; i < 4; ++i) {
@@ -168,6 +173,7 @@ inline i32x16 total(const Sums& s) {
 constexpr int kStep = 1;
 constexpr bool kSignedCodes = true;
 using Codes = u32x16;
+inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
 struct Sums {
   i32x16 high, low;
 };
@@ -189,6 +195,7 @@ inline i32x16 total(const Sums& s) {
 constexpr int kStep = 1;
 constexpr bool kSignedCodes = false;
 using Codes = u32x16;
+inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
 template <int W>
 inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
   const auto add = [&s](int i, uint16x8_t halves, std::int32_t pair) {
@@ -206,6 +213,7 @@ inline i32x16 total(const Sums& s) {
   return each_i32([&](int i) { return vpaddq_s32(s.v[2 * i], s.v[2 * i + 1]); });
 }
 #endif
+inline void store_codes(std::uint8_t* p, const Codes& c) { std::memcpy(p, &c, sizeof c); }
 
 }  // namespace
 }  // namespace ringlm::cpu

@@ -91,7 +91,8 @@ class Report:
     results: list[Result]
     #: Opening the file and packing the weights, the fastest opening.
     load_s: float
-    #: From the start of a process to the first token's text, for a prompt of five tokens; the median.
+    #: From the start of a process to the first token's text, for a prompt of five tokens, with the most of
+    #: the threads; the median.
     first_token_ms: float
     #: Resident, at most, while models were open: weights, sessions and Python, without the reader's buffer.
     peak_memory_bytes: int
@@ -202,7 +203,8 @@ def _run(path: Path, plan: _Plan) -> Report:
         peak = max(peak, memory.bytes)
         del reader
     plan.progress("timing the first token")
-    first = [first_token_seconds(path, plan.threads[0]) for _ in range(min(plan.repeat, 3))]
+    most = None if None in plan.threads else max(t for t in plan.threads if t)
+    first = [first_token_seconds(path, most) for _ in range(min(plan.repeat, 3))]
     return Report(
         machine=this_machine(isa, date),
         model=str(path),

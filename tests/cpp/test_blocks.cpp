@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu/fast_types.h"
 #include "cpu/kernels.h"
+#include "cpu/pack.h"
 #include "ringlm/error.h"
 #include "tiny_model.h"
 
@@ -69,5 +69,5 @@ TEST_CASE("types are listed by name, those without arithmetic are refused") {
   std::vector<float> y(256);
   CHECK_THROWS_AS(dequantize(gguf::DType::TQ2_0, std::vector<std::byte>(66), y), UnsupportedModelError);
   CHECK_THROWS_AS(dequantize(gguf::DType::IQ4_XS, std::vector<std::byte>(135), y), InvalidArgument);
-  for (const gguf::DType type : cpu::fast_types()) CHECK(can_dequantize(type));
+  for (const gguf::TypeTraits& t : gguf::all_types()) CHECK(cpu::can_pack(t.type) == can_dequantize(t.type));
 }

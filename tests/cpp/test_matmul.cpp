@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -43,6 +44,15 @@ std::vector<float> random_floats(std::size_t n, std::uint64_t seed, float scale 
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Scratch of a product of so many columns; ActBlocks stand for aligned memory.
+void* staged(std::int32_t cols) {
+  static std::vector<cpu::ActBlock> memory;
+  memory.resize(cpu::staged_bytes(cols) / sizeof(cpu::ActBlock) + 2);
+  std::size_t space = memory.size() * sizeof(cpu::ActBlock);
+  void* begin = memory.data();
+  return std::align(64, cpu::staged_bytes(cols), begin, space);
 }
 
 template <class F>
@@ -180,7 +190,7 @@ void check_matmul(const Kernels& k, DType type, std::int32_t rows, std::int32_t 
     // In units of a group of rows, or of a row.
     const std::int32_t units = packed ? w.groups.groups() : rows;
     const auto run = [&](const cpu::MatmulArgs& a, std::int32_t begin, std::int32_t end) {
-      packed ? k.matmul(a, begin, end) : k.row_matmul(a, begin, end, scratch.data());
+      packed ? k.matmul(a, begin, end, staged(cols)) : k.row_matmul(a, begin, end, scratch.data());
     };
     const MatrixView& view = packed ? w.groups : w.rows;
     for (const bool add : {false, true}) {
@@ -276,7 +286,7 @@ TEST_CASE("all sets with fused multiply-add give the same bits") {
     for (const Kernels* k : sets) {
       const Inputs in(*k, cols, 21);
       std::vector<float>& y = results.emplace_back(size(21 * 35));
-      k->matmul(args(w.groups, in, 0, 21, nullptr, y, false), 0, w.groups.groups());
+      k->matmul(args(w.groups, in, 0, 21, nullptr, y, false), 0, w.groups.groups(), staged(cols));
     }
     for (const std::vector<float>& y : results) CHECK(same_bits(y, results.front()));
   };
@@ -302,7 +312,7 @@ TEST_CASE("activations in 16 bits") {
     const auto through = [&](const std::vector<float>& values) {
       const Inputs in(k, 64, values);
       std::vector<float> y(64);
-      k.matmul(args(w.groups, in, 0, 1, nullptr, y, false), 0, 4);
+      k.matmul(args(w.groups, in, 0, 1, nullptr, y, false), 0, 4, staged(64));
       return y;
     };
     const std::vector<float> y = through(x);
@@ -337,7 +347,7 @@ TEST_CASE("NaN in a weight or an input reaches the product") {
         CHECK(y[3] == kInf);
       };
       check([&](const cpu::MatmulArgs& a) { k.row_matmul(a, 0, rows, scratch.data()); }, w.rows);
-      check([&](const cpu::MatmulArgs& a) { k.matmul(a, 0, 1); }, w.groups);
+      check([&](const cpu::MatmulArgs& a) { k.matmul(a, 0, 1, staged(cols)); }, w.groups);
     }
     // A scale that is not a number, as damaged files have.
     Weights w(DType::Q4_0, 5, 64);
@@ -345,7 +355,7 @@ TEST_CASE("NaN in a weight or an input reaches the product") {
     std::memcpy(&w.bytes[2 * w.rows.row_bytes], &nan, sizeof nan);
     cpu::pack(w.rows, w.bytes.data(), 0, 1, w.packed.data());
     std::vector<float> y(5);
-    k.matmul(args(w.groups, Inputs(k, 64, 1), 0, 1, nullptr, y, false), 0, 1);
+    k.matmul(args(w.groups, Inputs(k, 64, 1), 0, 1, nullptr, y, false), 0, 1, staged(64));
     CHECK(std::isnan(y[2]));
     CHECK(std::isfinite(y[3]));
   });
