@@ -4,6 +4,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 #include <bit>
@@ -45,6 +48,14 @@ bool has_amx() {
   constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return ::syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
+#elif defined(__aarch64__)
+#if defined(__linux__)
+bool has_dotprod() { return ::getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+bool has_i8mm() { return has_dotprod() && ::getauxval(AT_HWCAP2) & HWCAP2_I8MM; }
+#else
+bool has_dotprod() { return false; }
+bool has_i8mm() { return false; }
+#endif
 #endif
 
 const Kernels& choose() {
@@ -69,7 +80,13 @@ std::vector<const Kernels*> runnable_kernels() {
   if (has_avxvnni()) sets.push_back(&kAvxVnni);
   if (has_avx2()) sets.push_back(&kAvx2);
 #endif
+#if defined(__aarch64__)
+  if (has_i8mm()) sets.push_back(&kI8mm);
+  if (has_dotprod()) sets.push_back(&kDotprod);
+  sets.push_back(&kNeon);
+#else
   sets.push_back(&kGeneric);
+#endif
   return sets;
 }
 

@@ -156,14 +156,20 @@ static inline bool is_dense(const kv::Rotation& r) {
 // transform and its inverse, both without signs and column by column.
 std::vector<float> rotation_tables(const kv::Rotation& r);
 
-// The fastest set that this processor runs. RINGLM_ISA=generic|avx2|avxvnni|avx512|amx forces one, for tests;
-// one that the processor lacks is InvalidArgument.
+// The fastest set that this processor runs. RINGLM_ISA forces one by its name, for tests: generic, avx2,
+// avxvnni, avx512, amx, and on ARM neon, dotprod, i8mm; one that the processor lacks is InvalidArgument.
 const Kernels& kernels();
 
 // All that this processor runs, fastest first.
 std::vector<const Kernels*> runnable_kernels();
 
+#if defined(__aarch64__)
+extern const Kernels kNeon;
+extern const Kernels kDotprod;
+extern const Kernels kI8mm;
+#else
 extern const Kernels kGeneric;
+#endif
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvxVnni;

@@ -57,6 +57,24 @@ inline __attribute__((always_inline)) void unrolled(F f) {
   }
 }
 
+// Signed bytes hold the codes whose zero is 128 after that has been taken from them: the same sums.
+template <class W>
+constexpr bool kMinusZero = kSignedCodes && W::kZero == 128;
+template <class W>
+constexpr std::int32_t kZeroCode = kMinusZero<W> ? 0 : W::kZero;
+
+// The codes of kStep words from word At on, as the products take them.
+template <class W, int G, int At>
+inline __attribute__((always_inline)) Codes step_codes(const std::uint8_t* p) {
+  if constexpr (kStep == 2) {
+    return side_by_side(W::template codes<G, At>(p), W::template codes<G, At + 1>(p));
+  } else if constexpr (kMinusZero<W>) {
+    return W::template codes<G, At>(p) ^ set1_u32(0x80808080);
+  } else {
+    return W::template codes<G, At>(p);
+  }
+}
+
 // Scale number S of 32 columns: of all of them, or of each half.
 template <int Scales, int S>
 inline std::int32_t total_of(const ActBlock& x) {
@@ -72,17 +90,18 @@ constexpr std::int32_t kAhead = 2048;  // bytes between what is read and what is
 // One group of rows times one token, straight from the packed bytes.
 template <class W>
 f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
-  constexpr int bytes = kGroup * W::kBytes, groups = W::kColumns / kActBlock, words = 8 / W::kScales;
+  constexpr int bytes = kGroup * W::kBytes, groups = W::kColumns / kActBlock;
+  constexpr int steps = 8 / W::kScales / kStep;
   f32x16 acc = set1(0.0f);
   for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x += groups) {
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + kAhead + b);
     unrolled<groups>([&](auto g) {
       const ActBlock& xg = x[g.value];
       unrolled<W::kScales>([&](auto s) {
-        Sums sums = start(-W::kZero * total_of<W::kScales, s.value>(xg));
-        unrolled<words>([&](auto w) {
-          constexpr int at = words * s.value + w.value;
-          accumulate(sums, W::template codes<g.value, at>(p), xg, at);
+        Sums sums = start(-kZeroCode<W> * total_of<W::kScales, s.value>(xg));
+        unrolled<steps>([&](auto w) {
+          constexpr int at = kStep * (steps * s.value + w.value);
+          accumulate<at>(sums, step_codes<W, g.value, at>(p), xg);
         });
         const f32x16 d = W::template scale<g.value, s.value>(p);
         acc = fma(d * set1(xg.scale), to_f32(total(sums)), acc);
@@ -108,7 +127,10 @@ void stage(const std::uint8_t* p, std::int32_t cols, StagedBlock* out) {
   for (std::int32_t i = 0; i < cols; i += W::kColumns, p += kGroup * W::kBytes, out += groups) {
     unrolled<groups>([&](auto g) {
       StagedBlock& block = out[g.value];
-      unrolled<8>([&](auto w) { store_words(block.codes[w.value], W::template codes<g.value, w.value>(p)); });
+      unrolled<8 / kStep>([&](auto w) {
+        constexpr int at = kStep * w.value;
+        store_codes(block.codes[at], step_codes<W, g.value, at>(p));
+      });
       unrolled<W::kScales>([&](auto s) {
         store(block.scales[s.value], W::template scale<g.value, s.value>(p));
         if constexpr (W::kMinima) store(block.minima[s.value], W::template minimum<g.value, s.value>(p));
@@ -121,16 +143,16 @@ void stage(const std::uint8_t* p, std::int32_t cols, StagedBlock* out) {
 template <int Scales, bool Minima, int T>
 void staged_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, const ActBlock* x,
                  std::int64_t stride, f32x16 (&acc)[T]) {
-  constexpr int words = 8 / Scales;
+  constexpr int steps = 8 / Scales / kStep;
   for (std::int32_t i = 0; i < cols; i += kActBlock, ++block, ++x) {
     unrolled<Scales>([&](auto s) {
       Sums sums[T];
       unrolled<T>(
           [&](auto t) { sums[t.value] = start(-zero * total_of<Scales, s.value>(x[t.value * stride])); });
-      unrolled<words>([&](auto w) {
-        constexpr int at = words * s.value + w.value;
-        const u32x16 codes = load_words(block->codes[at]);
-        unrolled<T>([&](auto t) { accumulate(sums[t.value], codes, x[t.value * stride], at); });
+      unrolled<steps>([&](auto w) {
+        constexpr int at = kStep * (steps * s.value + w.value);
+        const Codes codes = load_codes(block->codes[at]);
+        unrolled<T>([&](auto t) { accumulate<at>(sums[t.value], codes, x[t.value * stride]); });
       });
       const f32x16 d = load(block->scales[s.value]);
       unrolled<T>([&](auto t) {
@@ -266,7 +288,7 @@ void quantized_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end,
     if (kTokens > 1 && a.n_tokens >= kTokens) {  // else it would not pay
       auto* staged = static_cast<StagedBlock*>(scratch);
       stage<W>(p, a.w.cols, staged);
-      token = staged_tokens<W::kScales, W::kMinima>(a, group, staged, W::kZero);
+      token = staged_tokens<W::kScales, W::kMinima>(a, group, staged, kZeroCode<W>);
     }
     for (; token < a.n_tokens; ++token) {
       write_group(a, group, token, row_sums<W>(p, a.w.cols, a.quantized + token * stride));

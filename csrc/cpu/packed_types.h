@@ -12,13 +12,11 @@ namespace {
 
 constexpr int kScaleVector = 2 * kGroup, kWordVector = 4 * kGroup;  // bytes of a packed unit
 
-inline u32x16 nibbles(u32x16 a) { return a & set1_u32(0x0f0f0f0f); }
-
 // Low nibbles hold columns 0 to 15, high ones 16 to 31.
 template <int W>
 inline u32x16 split_nibbles(const std::uint8_t* codes) {
   const u32x16 word = load_words(codes + kWordVector * (W % 4));
-  return nibbles(shift_right<W / 4 * 4>(word));
+  return nibbles<W / 4 * 4>(word);
 }
 
 struct PackedBlock {
@@ -150,7 +148,7 @@ inline f32x16 negative(f32x16 a) { return set1(0.0f) - a; }
 // Groups come in pairs that share their words: nibbles below, nibbles above.
 template <int G, int W>
 inline u32x16 pair_nibbles(const std::uint8_t* codes) {
-  return nibbles(shift_right<G % 2 * 4>(load_words(codes + kWordVector * (8 * (G / 2) + W))));
+  return nibbles<G % 2 * 4>(load_words(codes + kWordVector * (8 * (G / 2) + W)));
 }
 
 struct PackedQ4_K : PackedSuperblock {
@@ -209,7 +207,7 @@ struct PackedQ6_K : PackedSuperblock {
     constexpr int half = G / 4, quarter = G % 4;
     const u32x16 low = load_words(p + kCodes + kWordVector * (16 * half + 8 * (quarter % 2) + W));
     const u32x16 high = load_words(p + kHigh + kWordVector * (8 * half + W));
-    return nibbles(shift_right<quarter / 2 * 4>(low)) | (in_place<quarter>(high) & set1_u32(0x30303030));
+    return nibbles<quarter / 2 * 4>(low) | (in_place<quarter>(high) & set1_u32(0x30303030));
   }
   // Bits 2 Quarter and 2 Quarter + 1 of every byte, moved to bits 4 and 5.
   template <int Quarter>

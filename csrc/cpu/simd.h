@@ -317,6 +317,11 @@ inline float reduce_add(f32x16 a) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
+#elif defined(__aarch64__)
+inline float reduce_add(f32x16 a) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+  return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
+}
 #else
 inline float reduce_add(f32x16 a) {
   float t[kLanes];

@@ -8,6 +8,10 @@
 #include "cpu/simd.h"
 #include "gguf/blocks.h"
 
+#if defined(__aarch64__)
+#include "cpu/words_neon.h"
+#endif
+
 namespace ringlm::cpu {
 namespace {
 
@@ -23,7 +27,6 @@ struct u32x16 {
   __m512i v;
 };
 inline u32x16 load_words(const std::uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void store_words(std::uint8_t* p, u32x16 a) { _mm512_storeu_si512(p, a.v); }
 inline u32x16 set1_u32(std::uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline u32x16 operator&(u32x16 a, u32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline u32x16 operator|(u32x16 a, u32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
@@ -219,94 +222,7 @@ inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
 }
 #endif
 
-#elif defined(__aarch64__)
-
-struct u32x16 {
-  uint32x4_t v[4];
-};
-template <class F>
-inline u32x16 each_word(F f) {
-  return {{f(0), f(1), f(2), f(3)}};
-}
-inline u32x16 load_words(const std::uint8_t* p) {
-  return each_word([=](int i) { return vreinterpretq_u32_u8(vld1q_u8(p + 16 * i)); });
-}
-inline u32x16 set1_u32(std::uint32_t x) {
-  return each_word([=](int) { return vdupq_n_u32(x); });
-}
-inline u32x16 operator&(u32x16 a, u32x16 b) {
-  return each_word([=](int i) { return vandq_u32(a.v[i], b.v[i]); });
-}
-inline u32x16 operator|(u32x16 a, u32x16 b) {
-  return each_word([=](int i) { return vorrq_u32(a.v[i], b.v[i]); });
-}
-inline u32x16 operator^(u32x16 a, u32x16 b) {
-  return each_word([=](int i) { return veorq_u32(a.v[i], b.v[i]); });
-}
-template <int N>
-inline u32x16 shift_right(u32x16 a) {
-  if constexpr (N == 0) {
-    return a;
-  } else {
-    return each_word([=](int i) { return vshrq_n_u32(a.v[i], N); });
-  }
-}
-template <int N>
-inline u32x16 shift_left(u32x16 a) {
-  return each_word([=](int i) { return vshlq_n_u32(a.v[i], N); });
-}
-inline f32x16 to_f32(u32x16 a) {
-  return each([=](int i) { return vcvtq_f32_u32(a.v[i]); });
-}
-template <int N>
-inline f32x16 signed_byte(u32x16 a) {
-  return each([=](int i) {
-    return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_u32(a.v[i]), 24 - 8 * N), 24));
-  });
-}
-inline u32x16 lookup(u8x16 table, u32x16 a) {
-  return each_word(
-      [=](int i) { return vreinterpretq_u32_u8(vqtbl1q_u8(table.v, vreinterpretq_u8_u32(a.v[i]))); });
-}
-inline u32x16 sixteens(const std::uint8_t* p) {
-  return each_word([=](int i) {
-    return vreinterpretq_u32_u8(vandq_u8(bits_to_masks(blocks::u16_at(p + 2 * i)).v, vdupq_n_u8(16)));
-  });
-}
-inline u32x16 load_halves(const std::uint8_t* p) {
-  return each_word([=](int i) { return vmovl_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i))); });
-}
-inline f32x16 load_bf16(const std::uint8_t* p) {
-  return each(
-      [=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p + 8 * i)), 16)); });
-}
-
-struct i32x16 {
-  int32x4_t v[4];
-};
-template <class F>
-inline i32x16 each_i32(F f) {
-  return {{f(0), f(1), f(2), f(3)}};
-}
-inline i32x16 set1_i32(std::int32_t x) {
-  return each_i32([=](int) { return vdupq_n_s32(x); });
-}
-inline i32x16 operator+(i32x16 a, i32x16 b) {
-  return each_i32([=](int i) { return vaddq_s32(a.v[i], b.v[i]); });
-}
-inline f32x16 to_f32(i32x16 a) {
-  return each([=](int i) { return vcvtq_f32_s32(a.v[i]); });
-}
-inline i32x16 dot2(i32x16 sum, u32x16 codes, std::int32_t pair) {
-  const int16x4_t d = vreinterpret_s16_s32(vdup_n_s32(pair));
-  return each_i32([=](int i) {
-    const int16x8_t c = vreinterpretq_s16_u32(codes.v[i]);
-    const int32x4_t low = vmull_s16(vget_low_s16(c), d), high = vmull_s16(vget_high_s16(c), d);
-    return vaddq_s32(sum.v[i], vpaddq_s32(low, high));
-  });
-}
-
-#else
+#elif !defined(__aarch64__)  // else cpu/words_neon.h
 
 struct u32x16 {
   std::uint32_t v[kLanes];
@@ -395,40 +311,6 @@ inline i32x16 dot2(i32x16 sum, u32x16 codes, std::int32_t pair) {
   });
 }
 
-#endif
-
-#if !defined(__AVX512F__)
-inline void store_words(std::uint8_t* p, u32x16 a) { std::memcpy(p, &a, sizeof a); }
-#endif
-
-// The sum of codes times 16-bit activations over some words of a block, and then as one number.
-#if RINGLM_TWO_DIGITS
-struct Sums {
-  i32x16 high, low;
-};
-inline Sums start(std::int32_t low) { return {set1_i32(0), set1_i32(low)}; }
-inline i32x16 total(const Sums& s) { return times_256(s.high) + s.low; }
-#else
-struct Sums {
-  i32x16 all;
-};
-inline Sums start(std::int32_t first) { return {set1_i32(first)}; }
-inline i32x16 total(const Sums& s) { return s.all; }
-#endif
-
-// Word w of a block: columns 4 w to 4 w + 3.
-inline void accumulate(Sums& s, u32x16 codes, const ActBlock& x, int w) {
-#if RINGLM_TWO_DIGITS
-  s.high = dot4(s.high, codes, x.digits[w]);
-  s.low = dot4(s.low, codes, x.digits[8 + w]);
-#else
-  const u32x16 bytes = set1_u32(0x00ff00ff);
-  s.all = dot2(s.all, codes & bytes, x.digits[2 * w]);
-  s.all = dot2(s.all, shift_right<8>(codes) & bytes, x.digits[2 * w + 1]);
-#endif
-}
-
-#if !defined(__AVX2__) && !defined(__AVX512F__)
 inline i32x16 to_nearest(f32x16 a) {
   const f32x16 whole = round(a);
   float f[kLanes];
@@ -469,6 +351,49 @@ inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
     x.digits[2 * w + 1] = pair(q[4 * w + 1], q[4 * w + 3]);
   }
 }
+
+#endif
+
+#if !defined(__aarch64__)
+
+// The nibbles that begin at bit N of every byte, 0 or 4.
+template <int N>
+inline u32x16 nibbles(u32x16 a) {
+  return shift_right<N>(a) & set1_u32(0x0f0f0f0f);
+}
+
+// Sums of codes times 16-bit activations: from start(n) on, accumulate<W> adds the products with the columns
+// of kStep words from word W on, and total() is one number a row. Where kSignedCodes, the products take codes
+// as signed bytes. Codes may be kept in kStep * 64 bytes.
+constexpr int kStep = 1;
+constexpr bool kSignedCodes = false;
+using Codes = u32x16;
+inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
+inline void store_codes(std::uint8_t* p, Codes a) { std::memcpy(p, &a, sizeof a); }
+#if RINGLM_TWO_DIGITS
+struct Sums {
+  i32x16 high, low;
+};
+inline Sums start(std::int32_t low) { return {set1_i32(0), set1_i32(low)}; }
+inline i32x16 total(const Sums& s) { return times_256(s.high) + s.low; }
+template <int W>
+inline void accumulate(Sums& s, Codes codes, const ActBlock& x) {
+  s.high = dot4(s.high, codes, x.digits[W]);
+  s.low = dot4(s.low, codes, x.digits[8 + W]);
+}
+#else
+struct Sums {
+  i32x16 all;
+};
+inline Sums start(std::int32_t first) { return {set1_i32(first)}; }
+inline i32x16 total(const Sums& s) { return s.all; }
+template <int W>
+inline void accumulate(Sums& s, Codes codes, const ActBlock& x) {
+  const u32x16 bytes = set1_u32(0x00ff00ff);
+  s.all = dot2(s.all, codes & bytes, x.digits[2 * W]);
+  s.all = dot2(s.all, shift_right<8>(codes) & bytes, x.digits[2 * W + 1]);
+}
+#endif
 #endif
 
 }  // namespace

@@ -290,6 +290,7 @@ TEST_CASE("all sets with fused multiply-add give the same bits") {
     }
     for (const std::vector<float>& y : results) CHECK(same_bits(y, results.front()));
   };
+  for (const DType type : kPlain) check(type, 33);
   for (const DType type : kSmallBlocks) check(type, 96);
   for (const DType type : kLargeBlocks) check(type, 512);
 }

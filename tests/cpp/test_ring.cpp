@@ -75,7 +75,7 @@ std::vector<float> last(const Session& s) { return {s.logits().begin(), s.logits
 
 std::shared_ptr<const Model> open(const tiny::File& file, std::vector<std::int32_t> windows = {},
                                   int n_threads = 2) {
-  return Model::open(file.path(), {n_threads, "cpu", std::move(windows)});
+  return Model::open(file.path(), {n_threads, "cpu", true, std::move(windows)});
 }
 
 // Small rings that wrap soon: full and windowed layers, INT8, a pinned prefix.
@@ -99,6 +99,9 @@ class FaultyOps final : public Ops {
   std::size_t tile_floats(const Config& c, std::int64_t n) const override {
     return inner_->tile_floats(c, n);
   }
+  std::size_t quantized_bytes(const Config& c) const override { return inner_->quantized_bytes(c); }
+  std::size_t packed_bytes() const override { return inner_->packed_bytes(); }
+  bool packed() const override { return inner_->packed(); }
   std::size_t scratch_bytes() const override { return inner_->scratch_bytes(); }
   void embed(const Config& c, const Weights& w, const Step& s) override { before_(), inner_->embed(c, w, s); }
   void norm_qkv(const Config& c, const LayerWeights& w, const Step& s) override {

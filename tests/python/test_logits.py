@@ -74,7 +74,7 @@ def test_quantized_weights(tmp_path: Path, qtype: str) -> None:
     assert worst(all_logits(tmp_path / "m.gguf", "f32", repack=False), expected) < 2e-5
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avxvnni", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avxvnni", "avx512", "amx", "neon", "dotprod", "i8mm"])
 def test_every_instruction_set(tmp_path: Path, isa: str) -> None:
     import os
     import subprocess
