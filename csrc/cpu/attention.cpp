@@ -192,13 +192,13 @@ void Attention::split(Team& team, const Task& row) {
   std::size_t space = std::numeric_limits<std::size_t>::max();
   auto* sums = static_cast<float*>(std::align(64, 1, begin, space));  // [spans, n_head, width]
   auto* parts = reinterpret_cast<Partial*>(sums + n_spans * n_head * width);
-  std::atomic<std::int64_t> next{0};
+  LocalClaims claims(n_spans * row.c.n_head_kv, 1, team.size());  // a thread's spans follow one another
   team.run([&](int thread) {
     const Memory m = memory(thread, group);
     Task task = row;
     bool pinned = false;
     task.head = -1;
-    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_spans * row.c.n_head_kv;) {
+    for (std::int64_t i, end; claims.take(thread, i, end);) {
       const std::int64_t span = i % n_spans;
       const auto head = static_cast<std::int32_t>(i / n_spans);
       if (head != task.head || row.spans()[span].pinned != pinned) {

@@ -193,6 +193,20 @@ void load_scales(const kv::Rows& rows, const Slots& slots, float (&scales)[kTile
   }
 }
 
+constexpr std::int32_t kTilesAhead = 2;
+
+// Asks the second-level cache for a tile's rows, of which a single query makes so little use that memory would
+// be waited for. Rows behind the plane are never looked at.
+void fetch_tile(const SpanArgs& a, const kv::Rows& rows, std::int32_t tile) {
+  const std::int64_t bytes = a.head_dim * static_cast<std::int64_t>(element_bytes(rows.format));
+  const std::int32_t p = tile * kTile > a.all.begin ? tile * kTile : a.all.begin;
+  const std::int64_t slot = p + (p < a.wrap || p >= a.all.end ? a.slot - a.all.begin : a.wrapped - a.wrap);
+  const auto first = reinterpret_cast<std::uintptr_t>(rows.data) + static_cast<std::uintptr_t>(slot * bytes);
+  for (std::uintptr_t at = 0; at < static_cast<std::uintptr_t>(kTile * bytes); at += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(first + at), 0, 2);
+  }
+}
+
 // Columns of N rows from byte `at` on, padded with zeros.
 template <int N>
 struct Padded {
@@ -712,7 +726,13 @@ void attend_span(const SpanArgs& a, float* memory, Partial* parts, float* sums) 
 #if defined(__AMX_INT8__)
   if (a.k.format == KvFormat::Int8 || a.v.format == KvFormat::Int8) DigitTiles(a.n).configure();
 #endif
-  for (std::int32_t tile = begin; tile < end; ++tile) score_tile(a, w, tile);
+  for (std::int32_t tile = begin; tile < end; ++tile) {
+    if (a.n <= kBlock) {
+      fetch_tile(a, a.k, tile + kTilesAhead);
+      fetch_tile(a, a.v, tile);
+    }
+    score_tile(a, w, tile);
+  }
   const Range filled{begin * kTile, end * kTile};
   for (std::int32_t i = 0; i < a.n; ++i) {
     parts[i] = softmax(w.scores + static_cast<std::int64_t>(i) * kSpan, a.seen[i], filled);

@@ -85,7 +85,16 @@ inline f32x16 sum_of(const ActBlock& x) {
   return set1(Scales == 1 ? x.sum : x.half_sums[S]);
 }
 
-constexpr std::int32_t kAhead = 2048;  // bytes between what is read and what is asked for
+// Bytes between what is read and what is asked for: into the second-level cache far ahead, as memory is slow,
+// and from there into the first. In portions, or requests would wait for a place in the queue.
+constexpr std::int64_t kAhead = 4096, kFarAhead = 16384;
+template <int Bytes>
+inline __attribute__((always_inline)) void prefetch(const std::uint8_t* p) {
+  for (int b = 0; b < Bytes; b += 64) {
+    __builtin_prefetch(p + kAhead + b);
+    __builtin_prefetch(p + kFarAhead + b, 0, 2);
+  }
+}
 
 // One group of rows times one token, straight from the packed bytes.
 template <class W>
@@ -94,8 +103,10 @@ f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
   constexpr int steps = 8 / W::kScales / kStep;
   f32x16 acc = set1(0.0f);
   for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x += groups) {
-    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + kAhead + b);
     unrolled<groups>([&](auto g) {
+      constexpr int first = bytes * g.value / groups / 64 * 64,
+                    last = bytes * (g.value + 1) / groups / 64 * 64;
+      prefetch<(g.value + 1 < groups ? last : bytes) - first>(p + first);
       const ActBlock& xg = x[g.value];
       unrolled<W::kScales>([&](auto s) {
         Sums sums = start(-kZeroCode<W> * total_of<W::kScales, s.value>(xg));

@@ -22,12 +22,12 @@ std::size_t mapped_bytes();
 // again gets them from the file.
 void drop_pages(std::span<const std::byte> bytes) noexcept;
 
-// A zeroed, page-aligned anonymous mapping.
+// A zeroed, page-aligned anonymous mapping, in huge pages where the system has some.
 class Region {
  public:
   enum class Pages {
     Present,  // every page is there when the constructor returns
-    Absent,   // each comes when it is first written, as a huge page where the system has some
+    Absent,   // each comes when it is first written: by several threads at once, say
   };
 
   Region() = default;
