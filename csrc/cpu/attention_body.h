@@ -195,8 +195,8 @@ void load_scales(const kv::Rows& rows, const Slots& slots, float (&scales)[kTile
 
 constexpr std::int32_t kTilesAhead = 2;
 
-// Asks the second-level cache for a tile's rows, of which a single query makes so little use that memory would
-// be waited for. Rows behind the plane are never looked at.
+// Asks the second-level cache for a tile's rows, of which a single query makes so little use that memory
+// would be waited for. Rows behind the plane are never looked at.
 void fetch_tile(const SpanArgs& a, const kv::Rows& rows, std::int32_t tile) {
   const std::int64_t bytes = a.head_dim * static_cast<std::int64_t>(element_bytes(rows.format));
   const std::int32_t p = tile * kTile > a.all.begin ? tile * kTile : a.all.begin;

@@ -99,10 +99,11 @@ def test_cache_type(tmp_path: Path) -> None:
     weights = write_random(tmp_path / "m.gguf")
     half = math.exp(by_definition(weights, list(TEXT.encode()), 50, False, "f16").mean())
     full = math.exp(by_definition(weights, list(TEXT.encode()), 50, False, "f32").mean())
-    with Model(tmp_path / "m.gguf", repack=False) as model:  # activations of 16 bits differ by as much
-        found = perplexity(model, TEXT, n_ctx=50, kv="f16").perplexity
-    assert abs(found - half) < abs(found - full)
-    assert found == pytest.approx(half, rel=1e-4)
+    with Model(tmp_path / "m.gguf", repack=False) as model:
+        found = {kv: perplexity(model, TEXT, n_ctx=50, kv=kv).perplexity for kv in ("f16", "f32")}
+    # Rounding K and V to f16 moves this model's perplexity by no more than float32 sums do, but it moves it.
+    assert found["f16"] != found["f32"]
+    assert found == pytest.approx({"f16": half, "f32": full}, rel=1e-5)
 
 
 def test_chunks_and_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,7 @@ def test_a_trace_tells_of_each_step(model: Model) -> None:
     record = next(trace)
     assert (record.position, record.visible, record.allocations) == (8, (8,), 0)
     assert record.operations == {"embed": 0.125, "attend": 0.25}
+    assert record.operation_bytes == {"embed": 8, "attend": 16}
     assert [kind.capacity for kind in trace.kinds] == [19]
 
 

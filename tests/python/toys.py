@@ -253,6 +253,7 @@ class ToySession:
                 {"kind": kind, "position": self.position, "n_tokens": len(ids), "visible": [self.visible]}
                 | {"slot": self._slot(self.position), "weight_bytes": 1000, "kv_bytes": 2048, "seconds": 0.5}
                 | {"operations": {"embed": 0.125, "attend": 0.25}, "allocations": 0}
+                | {"operation_bytes": {"embed": 8, "attend": 16}}
             )
         for i in ids:
             self._rows[self._slot(self.position)] = self.position
