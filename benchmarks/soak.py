@@ -8,8 +8,8 @@ at most 32) in every fiftieth place. Behind the first wrap of the widest ring th
 in any step, no growth of resident memory, and the last 1 % of the decoded tokens may not take longer than the
 first 1 %. With --repeat all of it runs twice and has to give the same bits. Exit code 1 if a bar is missed.
 
-The measuring takes its own memory before it begins, and two short sessions run before the measured one, so that
-what Python needs for a trace record is there too.
+The measuring takes its own memory before it begins, and two short sessions run before the measured one, so
+that what Python needs for a trace record is there too.
 """
 
 from __future__ import annotations
