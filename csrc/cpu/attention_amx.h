@@ -26,7 +26,7 @@ class DigitTiles {
       c.row_bytes[t] = 64;
       c.rows[t] = static_cast<std::uint8_t>(words ? 16 : together_ ? 3 * n_ : rows_);
     }
-    _tile_loadconfig(&c);
+    load_config(c);
   }
 
   // Rows of a block. The last one ends at n, and may overlap the one before.

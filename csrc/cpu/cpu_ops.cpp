@@ -285,8 +285,9 @@ class CpuOps final : public Ops {
   }
 
   bool wants_quantized(std::span<const Product> products) const {
-    return packed_ && std::any_of(products.begin(), products.end(),
-                                  [](const Product& p) { return gguf::traits(p.w->type).block_size > 1; });
+    return std::any_of(products.begin(), products.end(), [](const Product& p) {
+      return p.w->packed && gguf::traits(p.w->type).block_size > 1;
+    });
   }
 
   // RMSNorm of every row of the step, and quantized. One row is done by every thread for itself, which is

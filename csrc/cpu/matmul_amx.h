@@ -20,6 +20,11 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {};
 };
 
+inline void load_config(const TileConfig& c) {
+  asm volatile("" : : "r"(&c) : "memory");  // GCC 12 does not know that the next line reads it
+  _tile_loadconfig(&c);
+}
+
 // words: columns / 4 of a product.
 inline void configure_tiles(int words) {
   TileConfig c;
@@ -27,8 +32,7 @@ inline void configure_tiles(int words) {
     c.row_bytes[t] = static_cast<std::uint16_t>(t == 4 || t == 5 ? 4 * words : 4 * kGroup);
     c.rows[t] = static_cast<std::uint8_t>(t == 6 ? words : kTileTokens);
   }
-  asm volatile("" : : "r"(&c) : "memory");  // GCC 12 does not know that the next line reads it
-  _tile_loadconfig(&c);
+  load_config(c);
 }
 
 struct alignas(64) TileSums {

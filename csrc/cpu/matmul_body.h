@@ -1,5 +1,5 @@
-// Products of packed weights and activations: floor: every packed byte once a step (M = 1), or once for
-// kTokens tokens out of the caches.
+// Products of packed weights and activations. Byte floor: every packed byte once a step, whether it has one
+// token or many.
 //
 // The order of every sum is the same for one token and for many: blocks of 32 columns ascending, each an
 // exact integer sum that is scaled and added in float32. A lane is a row, so nothing is summed across lanes.
