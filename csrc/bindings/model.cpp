@@ -46,7 +46,7 @@ void bind_model(py::module_& m) {
       .def(py::init([](const std::filesystem::path& path, int n_threads, const std::string& backend,
                        const std::vector<std::int32_t>& window, bool repack) {
              const NoGil no_gil;
-             return ModelHandle{Model::open(path, {n_threads, backend, repack, window})};
+             return ModelHandle{Model::open(path, {n_threads, backend, window, repack})};
            }),
            py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu",
            py::arg("window") = std::vector<std::int32_t>{}, py::arg("repack") = true)

@@ -50,6 +50,7 @@ class DigitTiles {
                 std::int64_t words_stride, std::int32_t chunks, std::int32_t count, Products* out) const {
     const auto rows = static_cast<std::size_t>(stride), between = static_cast<std::size_t>(words_stride);
     const std::int64_t chunk = 16 * words_stride, plane = n_ * stride;
+    before_tiles();
     if (together_) {
       _tile_zero(0);
       _tile_zero(1);

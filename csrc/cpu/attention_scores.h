@@ -77,23 +77,6 @@ void widen_staged(float*, std::int64_t) {}
 using StagedF16 = ElementF32;
 #endif
 
-// What two queries see, together.
-Range both(Range a, Range b) {
-  if (a.begin >= a.end) return b;
-  if (b.begin >= b.end) return a;
-  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
-}
-template <int R>
-Range seen_by(const Range* seen) {
-  Range all = seen[0];
-  for (int r = 1; r < R; ++r) all = both(all, seen[r]);
-  return all;
-}
-Range cut(Range r, std::int32_t tile) {
-  const std::int32_t begin = tile * kTile, end = begin + kTile;
-  return {r.begin < begin ? begin : r.begin, r.end > end ? end : r.end};
-}
-
 // Scores of R queries against the staged keys of a tile.
 template <int R, class Element>
 void score_floats(const SpanArgs& a, const Workspace& w, std::int32_t first, std::int32_t tile,

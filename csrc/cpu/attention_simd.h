@@ -95,10 +95,11 @@ inline f32x16 larger(f32x16 a, f32x16 b) {
 #else
 
 inline i32x16 operator-(i32x16 a, i32x16 b) {
-  return each_i32([&](int i) { return a.v[i] - b.v[i]; });
+  return each_i32(
+      [&](int i) { return add(a.v[i], static_cast<std::int32_t>(0u - static_cast<std::uint32_t>(b.v[i]))); });
 }
 inline i32x16 times_256(i32x16 a) {
-  return each_i32([&](int i) { return a.v[i] * 256; });
+  return each_i32([&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) << 8); });
 }
 inline i32x16 over_256(i32x16 a) {
   return each_i32([&](int i) { return a.v[i] >> 8; });
@@ -110,7 +111,8 @@ inline i32x16 dot4(i32x16 sum, u32x16 u, u32x16 s) {
   return each_i32([&](int i) {
     std::int32_t all = sum.v[i];
     for (int shift = 0; shift < 32; shift += 8) {
-      all += static_cast<std::int32_t>(u.v[i] >> shift & 255u) * static_cast<std::int8_t>(s.v[i] >> shift);
+      const auto code = static_cast<std::int32_t>(u.v[i] >> shift & 255u);
+      all = add(all, code * static_cast<std::int8_t>(s.v[i] >> shift));
     }
     return all;
   });

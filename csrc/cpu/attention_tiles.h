@@ -115,8 +115,12 @@ void quantize_query(const float* q, std::int32_t d, float scale, const Workspace
     lower_sum = lower_sum + (code - times_256(upper));
   }
   w.query_scales[i] = step * scale + reduce_add(poison);
-  w.biases[2 * i] = sum_lanes(upper_sum) * kv::kCodeZero;
-  w.biases[2 * i + 1] = sum_lanes(lower_sum) * kv::kCodeZero;
+  // Of NaN the codes are anything, and so are their sums.
+  const auto times_zero = [](std::int32_t sum) {
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(sum) * std::uint32_t{kv::kCodeZero});
+  };
+  w.biases[2 * i] = times_zero(sum_lanes(upper_sum));
+  w.biases[2 * i + 1] = times_zero(sum_lanes(lower_sum));
 }
 
 void prepare_queries(const QueryArgs& a, float* memory) {
@@ -222,6 +226,23 @@ struct ElementF16 {
 Range seen_vectors(Range seen, std::int32_t tile) {
   const std::int32_t begin = seen.begin - tile * kTile, end = seen.end - tile * kTile;
   return {(begin > 0 ? begin : 0) / kLanes, ((end < kTile ? end : kTile) + kLanes - 1) / kLanes};
+}
+
+// What two queries see, together.
+Range both(Range a, Range b) {
+  if (a.begin >= a.end) return b;
+  if (b.begin >= b.end) return a;
+  return {a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
+template <int R>
+Range seen_by(const Range* seen) {
+  Range all = seen[0];
+  for (int r = 1; r < R; ++r) all = both(all, seen[r]);
+  return all;
+}
+Range cut(Range r, std::int32_t tile) {
+  const std::int32_t begin = tile * kTile, end = begin + kTile;
+  return {r.begin < begin ? begin : r.begin, r.end > end ? end : r.end};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "cpu/bandwidth.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -104,7 +105,7 @@ struct MemoryReader::Parts {
       }
       last += mine;
     });
-    sum = last;
+    sum = last.load();
     return seconds;
   }
 
@@ -112,7 +113,8 @@ struct MemoryReader::Parts {
   Buffer buffer;
   Team team;
   ReadPattern fastest = nullptr;
-  std::uint64_t sum = 0;
+  std::atomic<std::uint64_t> sum = 0;
+  const ::pid_t owner = ::getpid();
 };
 
 MemoryReader::MemoryReader(std::size_t bytes, int n_threads)
@@ -127,6 +129,9 @@ std::vector<double> MemoryReader::read(int passes, int parts) {
   if (passes < 1 || parts < 1) {
     throw InvalidArgument("cannot read " + std::to_string(passes) + " times in " + std::to_string(parts) +
                           " parts; both must be at least 1");
+  }
+  if (::getpid() != parts_->owner) {
+    throw StateError("the reader's threads did not follow into this process, made by fork(): make one here");
   }
   return parts_->read(parts_->fastest, passes, parts);
 }

@@ -29,7 +29,7 @@ std::size_t aligned(std::size_t n) { return (n + 63) / 64 * 64; }
 
 std::int32_t widest_input(const Config& c) { return std::max({c.n_embd, c.q_dim(), c.n_ff}); }
 
-// Blocks that hold a row of any input of a projection.
+// Whole blocks of activations: of the input of matrices whose types have blocks.
 std::size_t blocks_of(std::int32_t cols) { return size(cols / cpu::kActBlock); }
 
 // The memory of a thread, in bytes from its beginning: a row after its norm (or a head), the row quantized,

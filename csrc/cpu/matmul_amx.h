@@ -20,8 +20,11 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {};
 };
 
+// GCC 12 does not know that tile instructions read memory: before them, what was written has to be there.
+inline void before_tiles() { asm volatile("" : : : "memory"); }
+
 inline void load_config(const TileConfig& c) {
-  asm volatile("" : : "r"(&c) : "memory");  // GCC 12 does not know that the next line reads it
+  asm volatile("" : : "r"(&c) : "memory");
   _tile_loadconfig(&c);
 }
 
@@ -48,6 +51,7 @@ void amx_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, co
   const auto between = static_cast<std::size_t>(stride) * sizeof(ActBlock);
   TileSums sums[2];
   const auto multiply = [&](auto set, auto s, const StagedBlock& b, const ActBlock& first) {
+    before_tiles();
     _tile_loadd(6, b.codes[words * s.value], 4 * kGroup);
     _tile_loadd(4, first.digits + words * s.value, between);
     _tile_loadd(5, first.digits + 8 + words * s.value, between);

@@ -110,6 +110,9 @@ Team::Team(int n_threads) : size_(n_threads), owner_(::getpid()), members_(new M
     join();
     throw DeviceError("the system started only " + std::to_string(started) + " of " + std::to_string(size_) +
                       " threads (" + e.what() + "); ask for fewer");
+  } catch (...) {  // no memory
+    join();
+    throw;
   }
 }
 

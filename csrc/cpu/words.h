@@ -297,8 +297,12 @@ inline i32x16 each_i32(F f) {
 inline i32x16 set1_i32(std::int32_t x) {
   return each_i32([=](int) { return x; });
 }
+// Modulo 2^32, as vectors add.
+inline std::int32_t add(std::int32_t a, std::int32_t b) {
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) + static_cast<std::uint32_t>(b));
+}
 inline i32x16 operator+(i32x16 a, i32x16 b) {
-  return each_i32([&](int i) { return a.v[i] + b.v[i]; });
+  return each_i32([&](int i) { return add(a.v[i], b.v[i]); });
 }
 inline f32x16 to_f32(i32x16 a) {
   return each([&](int i) { return static_cast<float>(a.v[i]); });

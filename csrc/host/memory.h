@@ -1,5 +1,5 @@
-// Memory that is asked for once, when a session opens, and touched at once: running out happens then or
-// never.
+// Memory that is asked for once, when a model or a session opens, and all written then: running out happens
+// then or never.
 #pragma once
 
 #include <cstddef>

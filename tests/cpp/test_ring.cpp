@@ -75,7 +75,7 @@ std::vector<float> last(const Session& s) { return {s.logits().begin(), s.logits
 
 std::shared_ptr<const Model> open(const tiny::File& file, std::vector<std::int32_t> windows = {},
                                   int n_threads = 2) {
-  return Model::open(file.path(), {n_threads, "cpu", true, std::move(windows)});
+  return Model::open(file.path(), {n_threads, "cpu", std::move(windows)});
 }
 
 // Small rings that wrap soon: full and windowed layers, INT8, a pinned prefix.

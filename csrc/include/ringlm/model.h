@@ -17,13 +17,13 @@ namespace ringlm {
 struct ModelOptions {
   int n_threads = 0;            // 0: one per physical core that the process may use
   std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
+  // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
+  // one per layer, 0 for none; empty leaves what the file says.
+  std::vector<std::int32_t> windows = {};
   // Whether the cpu backend brings the weights into the order of its kernels when the model opens. Without,
   // they stay in the mapped file: opening takes no time and the pages are shared with other processes, but
   // every step is slower.
   bool repack = true;
-  // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
-  // one per layer, 0 for none; empty leaves what the file says.
-  std::vector<std::int32_t> windows = {};
 };
 
 class Model {
