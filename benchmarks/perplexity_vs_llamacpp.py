@@ -7,9 +7,9 @@ llama.cpp gives tokens and logits; what is computed from them is written here on
 code has no part in its figure. Where llama-cpp-python lives in another environment, --llamacpp-python names
 its interpreter; it runs this file with --child and needs nothing of ringlm there.
 
-llama.cpp rounds activations to 8 bits where it multiplies them with quantized weights, ringlm does not. With
---float32 it gets the same weights dequantized (by the `gguf` package, into a temporary file), and both
-compute in float32.
+llama.cpp rounds activations to 8 bits where it multiplies them with quantized weights, ringlm to 16. With
+--float32 llama.cpp gets the same weights dequantized (by the `gguf` package, into a temporary file), and
+computes in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from gguf_copy import copy_metadata
 
 
 def by_llamacpp(model: str, text: bytes, n_ctx: int, threads: int, kv: str) -> dict[str, Any]:
@@ -72,10 +74,7 @@ def write_float32(model: str, path: Path) -> None:
 
     reader = gguf.GGUFReader(model)
     writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
-            element = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
+    copy_metadata(reader, writer)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
     writer.write_header_to_file()

@@ -14,6 +14,8 @@ import argparse
 import os
 import sys
 
+from gguf_copy import copy_metadata
+
 TYPES = {"q4_0": "Q4_0", "q8_0": "Q8_0", "f16": "F16"}
 
 
@@ -23,10 +25,7 @@ def requantize(source: str, out: str, name: str) -> None:
     wanted = gguf.GGMLQuantizationType[TYPES[name]]
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key not in ("general.architecture", "general.file_type"):
-            element = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type=element)
+    copy_metadata(reader, writer)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{TYPES[name]}"])
     block = gguf.GGML_QUANT_SIZES[wanted][0]
     for tensor in reader.tensors:

@@ -21,6 +21,17 @@ inline u32x16 split_nibbles(const std::uint8_t* codes) {
 
 struct PackedBlock {
   static constexpr int kColumns = 32, kScales = 1;
+  template <int G, int S>
+  static f32x16 scale(const std::uint8_t* p) {
+    return load_f16(p);
+  }
+};
+
+struct PackedBlockWithMinima : PackedBlock {
+  template <int G, int S>
+  static f32x16 minimum(const std::uint8_t* p) {
+    return load_f16(p + kScaleVector);
+  }
 };
 
 struct PackedQ4_0 : PackedBlock {
@@ -30,26 +41,14 @@ struct PackedQ4_0 : PackedBlock {
   static u32x16 codes(const std::uint8_t* p) {
     return split_nibbles<W>(p + kScaleVector);
   }
-  template <int G, int S>
-  static f32x16 scale(const std::uint8_t* p) {
-    return load_f16(p);
-  }
 };
 
-struct PackedQ4_1 : PackedBlock {
+struct PackedQ4_1 : PackedBlockWithMinima {
   static constexpr int kBytes = 20, kZero = 0;
   static constexpr bool kMinima = true;
   template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
     return split_nibbles<W>(p + 2 * kScaleVector);
-  }
-  template <int G, int S>
-  static f32x16 scale(const std::uint8_t* p) {
-    return load_f16(p);
-  }
-  template <int G, int S>
-  static f32x16 minimum(const std::uint8_t* p) {
-    return load_f16(p + kScaleVector);
   }
 };
 
@@ -60,26 +59,14 @@ struct PackedQ5_0 : PackedBlock {
   static u32x16 codes(const std::uint8_t* p) {
     return split_nibbles<W>(p + kScaleVector + kWordVector) | sixteens(p + kScaleVector + 8 * W);
   }
-  template <int G, int S>
-  static f32x16 scale(const std::uint8_t* p) {
-    return load_f16(p);
-  }
 };
 
-struct PackedQ5_1 : PackedBlock {
+struct PackedQ5_1 : PackedBlockWithMinima {
   static constexpr int kBytes = 24, kZero = 0;
   static constexpr bool kMinima = true;
   template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
     return split_nibbles<W>(p + 2 * kScaleVector + kWordVector) | sixteens(p + 2 * kScaleVector + 8 * W);
-  }
-  template <int G, int S>
-  static f32x16 scale(const std::uint8_t* p) {
-    return load_f16(p);
-  }
-  template <int G, int S>
-  static f32x16 minimum(const std::uint8_t* p) {
-    return load_f16(p + kScaleVector);
   }
 };
 
@@ -90,30 +77,24 @@ struct PackedQ8_0 : PackedBlock {
   static u32x16 codes(const std::uint8_t* p) {  // signed: from 0 on with the sign bit turned
     return load_words(p + kScaleVector + kWordVector * W) ^ set1_u32(0x80808080);
   }
-  template <int G, int S>
-  static f32x16 scale(const std::uint8_t* p) {
-    return load_f16(p);
-  }
 };
 
-// The values of the codes of IQ4_NL and IQ4_XS, plus 128.
-inline u8x16 nonlinear_values() {
-  static constexpr std::uint8_t values[16] = {128 - 127, 128 - 104, 128 - 83, 128 - 65, 128 - 49, 128 - 35,
-                                              128 - 22,  128 - 10,  128 + 1,  128 + 13, 128 + 25, 128 + 38,
-                                              128 + 53,  128 + 69,  128 + 89, 128 + 113};
-  return load_u8(values);
-}
+// blocks::kIq4Values, plus 128.
+struct NonlinearValues {
+  std::uint8_t of[16];
+};
+constexpr NonlinearValues kNonlinear = [] {
+  NonlinearValues values{};
+  for (int i = 0; i < 16; ++i) values.of[i] = static_cast<std::uint8_t>(blocks::kIq4Values[i] + 128);
+  return values;
+}();
 
 struct PackedIQ4_NL : PackedBlock {
   static constexpr int kBytes = 18, kZero = 128;
   static constexpr bool kMinima = false;
   template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return lookup(nonlinear_values(), split_nibbles<W>(p + kScaleVector));
-  }
-  template <int G, int S>
-  static f32x16 scale(const std::uint8_t* p) {
-    return load_f16(p);
+    return lookup(load_u8(kNonlinear.of), split_nibbles<W>(p + kScaleVector));
   }
 };
 
@@ -282,7 +263,7 @@ struct PackedIQ4_XS : PackedSuperblock {
   static constexpr int kLow = 2 * kScaleVector, kCodes = kLow + kWordVector;
   template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return lookup(nonlinear_values(), split_nibbles<W>(p + kCodes + 4 * kWordVector * G));
+    return lookup(load_u8(kNonlinear.of), split_nibbles<W>(p + kCodes + 4 * kWordVector * G));
   }
   // 6 bits: four below in one word, two above in 16 bits; minus 32.
   template <int G, int S>

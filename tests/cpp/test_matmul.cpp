@@ -15,6 +15,7 @@
 #include "cpu/pack.h"
 #include "gguf/blocks.h"
 #include "gguf/half.h"
+#include "kernel_tests.h"
 #include "tiny_model.h"
 
 using namespace ringlm;
@@ -25,26 +26,11 @@ using gguf::DType;
 
 namespace {
 
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr DType kPlain[] = {DType::F32, DType::F16, DType::BF16};
 constexpr DType kSmallBlocks[] = {DType::Q4_0, DType::Q4_1, DType::Q5_0,
                                   DType::Q5_1, DType::Q8_0, DType::IQ4_NL};
 constexpr DType kLargeBlocks[] = {DType::Q2_K, DType::Q3_K, DType::Q4_K,
                                   DType::Q5_K, DType::Q6_K, DType::IQ4_XS};
-
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-std::vector<float> random_floats(std::size_t n, std::uint64_t seed, float scale = 1.0f) {
-  tiny::Random random(seed);
-  std::vector<float> x(n);
-  for (float& v : x) v = scale * random();
-  return x;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
 
 // Scratch of a product of so many columns; ActBlocks stand for aligned memory.
 void* staged(std::int32_t cols) {
@@ -53,14 +39,6 @@ void* staged(std::int32_t cols) {
   std::size_t space = memory.size() * sizeof(cpu::ActBlock);
   void* begin = memory.data();
   return std::align(64, cpu::staged_bytes(cols), begin, space);
-}
-
-template <class F>
-void for_each_isa(F f) {
-  for (const Kernels* k : cpu::runnable_kernels()) {
-    CAPTURE(std::string(k->name));
-    f(*k);
-  }
 }
 
 // Rows of random codes whose scales are ordinary numbers.
