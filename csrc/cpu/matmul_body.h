@@ -109,13 +109,14 @@ f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
       prefetch<(g.value + 1 < groups ? last : bytes) - first>(p + first);
       const ActBlock& xg = x[g.value];
       unrolled<W::kScales>([&](auto s) {
-        Sums sums = start(-kZeroCode<W> * total_of<W::kScales, s.value>(xg));
-        unrolled<steps>([&](auto w) {
-          constexpr int at = kStep * (steps * s.value + w.value);
+        Sums sums = start(-kZeroCode<W> * total_of<W::kScales, s.value>(xg)), more = start(0);
+        unrolled<steps / 2>([&](auto w) {
+          constexpr int at = kStep * (steps * s.value + w.value), then = at + kStep * steps / 2;
           accumulate<at>(sums, step_codes<W, g.value, at>(p), xg);
+          accumulate<then>(more, step_codes<W, g.value, then>(p), xg);
         });
         const f32x16 d = W::template scale<g.value, s.value>(p);
-        acc = fma(d * set1(xg.scale), to_f32(total(sums)), acc);
+        acc = fma(d * set1(xg.scale), to_f32(total(sums) + total(more)), acc);
         if constexpr (W::kMinima) {
           acc = fma(W::template minimum<g.value, s.value>(p), sum_of<W::kScales, s.value>(xg), acc);
         }
