@@ -9,7 +9,6 @@ namespace {
 #if defined(__AVX512F__)
 
 inline i32x16 operator-(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
-inline i32x16 over_256(i32x16 a) { return {_mm512_srai_epi32(a.v, 8)}; }
 inline void store_low_bytes(std::uint8_t* p, i32x16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
@@ -28,7 +27,6 @@ inline f32x16 keep(f32x16 a, int begin, int end, float other) {
 inline i32x16 operator-(i32x16 a, i32x16 b) {
   return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)};
 }
-inline i32x16 over_256(i32x16 a) { return {_mm256_srai_epi32(a.lo, 8), _mm256_srai_epi32(a.hi, 8)}; }
 inline void store_low_bytes(std::uint8_t* p, i32x16 a) {
   const __m256i low = _mm256_set1_epi32(255);
   const __m256i words = _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
@@ -59,9 +57,6 @@ inline i32x16 operator-(i32x16 a, i32x16 b) {
 }
 inline i32x16 times_256(i32x16 a) {
   return each_i32([=](int i) { return vshlq_n_s32(a.v[i], 8); });
-}
-inline i32x16 over_256(i32x16 a) {
-  return each_i32([=](int i) { return vshrq_n_s32(a.v[i], 8); });
 }
 inline void store_low_bytes(std::uint8_t* p, i32x16 a) {
   const auto words = [&](int i) { return vcombine_s16(vmovn_s32(a.v[i]), vmovn_s32(a.v[i + 1])); };
@@ -100,9 +95,6 @@ inline i32x16 operator-(i32x16 a, i32x16 b) {
 }
 inline i32x16 times_256(i32x16 a) {
   return each_i32([&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) << 8); });
-}
-inline i32x16 over_256(i32x16 a) {
-  return each_i32([&](int i) { return a.v[i] >> 8; });
 }
 inline void store_low_bytes(std::uint8_t* p, i32x16 a) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<std::uint8_t>(a.v[i]);

@@ -107,8 +107,8 @@ void quantize_query(const float* q, std::int32_t d, float scale, const Workspace
   i32x16 upper_sum = set1_i32(0), lower_sum = upper_sum;
   for (std::int32_t j = 0; j < w.width; j += kLanes) {
     const i32x16 code = to_nearest(load(x + j) * inverse);
-    const i32x16 upper = over_256(code + set1_i32(128));
-    store_low_bytes(w.digits_of(0, i, n) + j, over_256(upper + set1_i32(128)));
+    const i32x16 upper = over_power<8>(code + set1_i32(128));
+    store_low_bytes(w.digits_of(0, i, n) + j, over_power<8>(upper + set1_i32(128)));
     store_low_bytes(w.digits_of(1, i, n) + j, upper);
     store_low_bytes(w.digits_of(2, i, n) + j, code);
     upper_sum = upper_sum + upper;

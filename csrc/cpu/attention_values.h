@@ -138,8 +138,8 @@ void quantize_weights(const Workspace& w, std::int32_t i, std::int32_t n, std::i
   std::uint8_t* digits = w.digits + i * kTile;
   const std::int64_t plane = std::int64_t{n} * kTile;
   for (int v = 0; v < kVectors; ++v) {
-    const i32x16 code = to_nearest(scaled[v] * inverse), upper = over_256(code);
-    store_low_bytes(digits + v * kLanes, over_256(upper));
+    const i32x16 code = to_nearest(scaled[v] * inverse), upper = over_power<8>(code);
+    store_low_bytes(digits + v * kLanes, over_power<8>(upper));
     store_low_bytes(digits + plane + v * kLanes, upper);
     store_low_bytes(digits + 2 * plane + v * kLanes, code);
   }

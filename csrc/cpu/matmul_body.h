@@ -63,7 +63,7 @@ constexpr bool kMinusZero = kSignedCodes && W::kZero == 128;
 template <class W>
 constexpr std::int32_t kZeroCode = kMinusZero<W> ? 0 : W::kZero;
 
-// The codes of kStep words from word At on, as the products take them.
+// The codes of kStep words from word At on, as the products take them: times 2^kUp.
 template <class W, int G, int At>
 inline __attribute__((always_inline)) Codes step_codes(const std::uint8_t* p) {
   if constexpr (kStep == 2) {
@@ -96,27 +96,31 @@ inline __attribute__((always_inline)) void prefetch(const std::uint8_t* p) {
   }
 }
 
-// One group of rows times one token, straight from the packed bytes.
+// One group of rows times one token, straight from the packed bytes. The words of a scale are summed in two
+// halves: a scheduler that is full of one long chain of products has no room for the next.
 template <class W>
 f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
   constexpr int bytes = kGroup * W::kBytes, groups = W::kColumns / kActBlock;
-  constexpr int steps = 8 / W::kScales / kStep;
   f32x16 acc = set1(0.0f);
   for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x += groups) {
     unrolled<groups>([&](auto g) {
-      constexpr int first = bytes * g.value / groups / 64 * 64,
-                    last = bytes * (g.value + 1) / groups / 64 * 64;
-      prefetch<(g.value + 1 < groups ? last : bytes) - first>(p + first);
+      constexpr int from = bytes * g.value / groups / 64 * 64, to = bytes * (g.value + 1) / groups / 64 * 64;
+      prefetch<(g.value + 1 < groups ? to : bytes) - from>(p + from);
       const ActBlock& xg = x[g.value];
       unrolled<W::kScales>([&](auto s) {
-        Sums sums = start(-kZeroCode<W> * total_of<W::kScales, s.value>(xg)), more = start(0);
-        unrolled<steps / 2>([&](auto w) {
-          constexpr int at = kStep * (steps * s.value + w.value), then = at + kStep * steps / 2;
+        constexpr int words = 8 / W::kScales, first = words * s.value, second = first + words / 2;
+        constexpr int up = W::template kUp<g.value, first>, up2 = W::template kUp<g.value, second>;
+        const std::int32_t minus = -kZeroCode<W> * total_of<W::kScales, s.value>(xg);
+        Sums sums = start(minus << up), more = start(0);
+        unrolled<words / 2 / kStep>([&](auto w) {
+          constexpr int at = first + kStep * w.value, at2 = second + kStep * w.value;
           accumulate<at>(sums, step_codes<W, g.value, at>(p), xg);
-          accumulate<then>(more, step_codes<W, g.value, then>(p), xg);
+          accumulate<at2>(more, step_codes<W, g.value, at2>(p), xg);
         });
+        const i32x16 sum = up == up2 ? over_power<up>(total(sums) + total(more))
+                                     : over_power<up>(total(sums)) + over_power<up2>(total(more));
         const f32x16 d = W::template scale<g.value, s.value>(p);
-        acc = fma(d * set1(xg.scale), to_f32(total(sums) + total(more)), acc);
+        acc = fma(d * set1(xg.scale), to_f32(sum), acc);
         if constexpr (W::kMinima) {
           acc = fma(W::template minimum<g.value, s.value>(p), sum_of<W::kScales, s.value>(xg), acc);
         }
@@ -141,7 +145,7 @@ void stage(const std::uint8_t* p, std::int32_t cols, StagedBlock* out) {
       StagedBlock& block = out[g.value];
       unrolled<8 / kStep>([&](auto w) {
         constexpr int at = kStep * w.value;
-        store_codes(block.codes[at], step_codes<W, g.value, at>(p));
+        store_codes(block.codes[at], lowered<W::template kUp<g.value, at>>(step_codes<W, g.value, at>(p)));
       });
       unrolled<W::kScales>([&](auto s) {
         store(block.scales[s.value], W::template scale<g.value, s.value>(p));

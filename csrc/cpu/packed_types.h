@@ -3,6 +3,9 @@
 // A weight is d * code + m, or d * (code - kZero) where a type has no minima. kScales of them cover the 32
 // columns. Block layouts: gguf/blocks.h, fields in the order of pack.cpp. Group G of 32 columns of a block is
 // a template argument, so that shifts are constants.
+//
+// codes() are times 2^kUp: bits in the middle of a byte stay where they are, since one shift of a sum is
+// cheaper than one of every word.
 #pragma once
 
 #include "cpu/words.h"
@@ -11,6 +14,17 @@ namespace ringlm::cpu {
 namespace {
 
 constexpr int kScaleVector = 2 * kGroup, kWordVector = 4 * kGroup;  // bytes of a packed unit
+
+// Signed products have no room for codes of 8 bits.
+constexpr int in_place(int n) { return kSignedCodes ? 0 : n; }
+template <int N>
+inline u32x16 nibbles_in_place(u32x16 a) {
+  if constexpr (kSignedCodes) {
+    return nibbles<N>(a);
+  } else {
+    return a & set1_u32(0x0f0f0f0fu << N);
+  }
+}
 
 // Low nibbles hold columns 0 to 15, high ones 16 to 31.
 template <int W>
@@ -21,6 +35,8 @@ inline u32x16 split_nibbles(const std::uint8_t* codes) {
 
 struct PackedBlock {
   static constexpr int kColumns = 32, kScales = 1;
+  template <int G, int W>
+  static constexpr int kUp = 0;
   template <int G, int S>
   static f32x16 scale(const std::uint8_t* p) {
     return load_f16(p);
@@ -38,8 +54,10 @@ struct PackedQ4_0 : PackedBlock {
   static constexpr int kBytes = 18, kZero = 8;
   static constexpr bool kMinima = false;
   template <int G, int W>
+  static constexpr int kUp = in_place(W / 4 * 4);
+  template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return split_nibbles<W>(p + kScaleVector);
+    return nibbles_in_place<W / 4 * 4>(load_words(p + kScaleVector + kWordVector * (W % 4)));
   }
 };
 
@@ -47,8 +65,10 @@ struct PackedQ4_1 : PackedBlockWithMinima {
   static constexpr int kBytes = 20, kZero = 0;
   static constexpr bool kMinima = true;
   template <int G, int W>
+  static constexpr int kUp = in_place(W / 4 * 4);
+  template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return split_nibbles<W>(p + 2 * kScaleVector);
+    return nibbles_in_place<W / 4 * 4>(load_words(p + 2 * kScaleVector + kWordVector * (W % 4)));
   }
 };
 
@@ -100,6 +120,8 @@ struct PackedIQ4_NL : PackedBlock {
 
 struct PackedSuperblock {
   static constexpr int kColumns = 256;
+  template <int G, int W>
+  static constexpr int kUp = 0;
 };
 
 // Scale and minimum of group G of Q4_K and Q5_K, 6 bits each in three words (blocks::k_scales).
@@ -128,8 +150,8 @@ inline f32x16 negative(f32x16 a) { return set1(0.0f) - a; }
 
 // Groups come in pairs that share their words: nibbles below, nibbles above.
 template <int G, int W>
-inline u32x16 pair_nibbles(const std::uint8_t* codes) {
-  return nibbles<G % 2 * 4>(load_words(codes + kWordVector * (8 * (G / 2) + W)));
+inline u32x16 pair_of_nibbles(const std::uint8_t* codes) {
+  return load_words(codes + kWordVector * (8 * (G / 2) + W));
 }
 
 struct PackedQ4_K : PackedSuperblock {
@@ -137,8 +159,10 @@ struct PackedQ4_K : PackedSuperblock {
   static constexpr bool kMinima = true;
   static constexpr int kCodes = 2 * kScaleVector + 3 * kWordVector;
   template <int G, int W>
+  static constexpr int kUp = in_place(G % 2 * 4);
+  template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return pair_nibbles<G, W>(p + kCodes);
+    return nibbles_in_place<G % 2 * 4>(pair_of_nibbles<G, W>(p + kCodes));
   }
   template <int G, int S>
   static f32x16 scale(const std::uint8_t* p) {
@@ -146,7 +170,7 @@ struct PackedQ4_K : PackedSuperblock {
   }
   template <int G, int S>
   static f32x16 minimum(const std::uint8_t* p) {
-    return negative(load_f16(p + kScaleVector) * k_minimum<G>(p + 2 * kScaleVector));
+    return negative(load_f16(p + kScaleVector)) * k_minimum<G>(p + 2 * kScaleVector);
   }
 };
 
@@ -167,7 +191,8 @@ struct PackedQ5_K : PackedSuperblock {
   static constexpr int kHigh = 2 * kScaleVector + 3 * kWordVector, kCodes = kHigh + 8 * kWordVector;
   template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return pair_nibbles<G, W>(p + kCodes) | bit<G, 4>(load_words(p + kHigh + kWordVector * W));
+    return nibbles<G % 2 * 4>(pair_of_nibbles<G, W>(p + kCodes)) |
+           bit<G, 4>(load_words(p + kHigh + kWordVector * W));
   }
   template <int G, int S>
   static f32x16 scale(const std::uint8_t* p) {
@@ -206,20 +231,17 @@ struct PackedQ6_K : PackedSuperblock {
   }
 };
 
-// Two bits of a code: group G of Q2_K and Q3_K.
-template <int G, int W>
-inline u32x16 bit_pairs(const std::uint8_t* codes) {
-  const u32x16 word = load_words(codes + kWordVector * (8 * (G / 4) + W));
-  return shift_right<2 * (G % 4)>(word) & set1_u32(0x03030303);
-}
-
 struct PackedQ2_K : PackedSuperblock {
   static constexpr int kBytes = 84, kZero = 0, kScales = 2;
   static constexpr bool kMinima = true;
   static constexpr int kLevels = 2 * kScaleVector, kCodes = kLevels + 4 * kWordVector;
   template <int G, int W>
+  static constexpr int kUp = in_place(2 * (G % 4));
+  template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return bit_pairs<G, W>(p + kCodes);
+    const u32x16 word = load_words(p + kCodes + kWordVector * (8 * (G / 4) + W));
+    constexpr int down = 2 * (G % 4) - kUp<G, W>;
+    return shift_right<down>(word) & set1_u32(0x03030303u << kUp<G, W>);
   }
   template <int G, int S>
   static u32x16 level(const std::uint8_t* p) {  // scale below, minimum above: 4 bits each
@@ -232,7 +254,7 @@ struct PackedQ2_K : PackedSuperblock {
   }
   template <int G, int S>
   static f32x16 minimum(const std::uint8_t* p) {
-    return negative(load_f16(p + kScaleVector) * to_f32(shift_right<4>(level<G, S>(p)) & set1_u32(15)));
+    return negative(load_f16(p + kScaleVector)) * to_f32(shift_right<4>(level<G, S>(p)) & set1_u32(15));
   }
 };
 
@@ -242,7 +264,9 @@ struct PackedQ3_K : PackedSuperblock {
   static constexpr int kHigh = kScaleVector + 3 * kWordVector, kCodes = kHigh + 8 * kWordVector;
   template <int G, int W>
   static u32x16 codes(const std::uint8_t* p) {
-    return bit_pairs<G, W>(p + kCodes) | bit<G, 2>(load_words(p + kHigh + kWordVector * W));
+    const u32x16 pairs = load_words(p + kCodes + kWordVector * (8 * (G / 4) + W));
+    return (shift_right<2 * (G % 4)>(pairs) & set1_u32(0x03030303)) |
+           bit<G, 2>(load_words(p + kHigh + kWordVector * W));
   }
   // 6 bits: four below in the nibbles of words 0 and 1, two above in word 2; minus 32.
   template <int G, int S>

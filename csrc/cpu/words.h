@@ -69,6 +69,10 @@ struct i32x16 {
 inline i32x16 set1_i32(std::int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline i32x16 times_256(i32x16 a) { return {_mm512_slli_epi32(a.v, 8)}; }
+template <int N>
+inline i32x16 over_power(i32x16 a) {  // a / 2^N, rounded down
+  return {_mm512_srai_epi32(a.v, N)};
+}
 inline f32x16 to_f32(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline i32x16 to_nearest(f32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline std::int32_t sum_lanes(i32x16 a) { return _mm512_reduce_add_epi32(a.v); }
@@ -78,9 +82,11 @@ inline std::uint32_t largest_bits(f32x16 a, f32x16 b) {
       _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(a.v)), _mm512_castps_si512(_mm512_abs_ps(b.v)));
   return _mm512_reduce_max_epu32(m);
 }
-// sum += codes (unsigned) times four s8 digits, which lie in one word
-inline i32x16 dot4(i32x16 sum, u32x16 codes, std::int32_t digits) {
-  return {_mm512_dpbusd_epi32(sum.v, codes.v, _mm512_set1_epi32(digits))};
+// sum += codes (unsigned) times four s8 digits, which lie in one word. GCC makes two instructions of the
+// intrinsics, and where a neighbour has half of the core's decoder, the number of instructions is the limit.
+inline i32x16 dot4(i32x16 sum, u32x16 codes, const std::int32_t& digits) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(codes.v), "m"(digits));
+  return sum;
 }
 inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
   auto* to = reinterpret_cast<__m128i*>(x.digits);
@@ -169,6 +175,10 @@ inline i32x16 operator+(i32x16 a, i32x16 b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
 }
 inline i32x16 times_256(i32x16 a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
+template <int N>
+inline i32x16 over_power(i32x16 a) {
+  return {_mm256_srai_epi32(a.lo, N), _mm256_srai_epi32(a.hi, N)};
+}
 inline f32x16 to_f32(i32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline i32x16 to_nearest(f32x16 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 inline std::int32_t sum_lanes(i32x16 a) {
@@ -304,6 +314,10 @@ inline std::int32_t add(std::int32_t a, std::int32_t b) {
 inline i32x16 operator+(i32x16 a, i32x16 b) {
   return each_i32([&](int i) { return add(a.v[i], b.v[i]); });
 }
+template <int N>
+inline i32x16 over_power(i32x16 a) {
+  return each_i32([&](int i) { return a.v[i] >> N; });
+}
 inline f32x16 to_f32(i32x16 a) {
   return each([&](int i) { return static_cast<float>(a.v[i]); });
 }
@@ -372,6 +386,10 @@ inline u32x16 nibbles(u32x16 a) {
 constexpr int kStep = 1;
 constexpr bool kSignedCodes = false;
 using Codes = u32x16;
+template <int N>
+inline Codes lowered(Codes a) {  // every code over 2^N
+  return shift_right<N>(a);
+}
 inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
 inline void store_codes(std::uint8_t* p, Codes a) { std::memcpy(p, &a, sizeof a); }
 #if RINGLM_TWO_DIGITS

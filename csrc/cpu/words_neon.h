@@ -90,6 +90,14 @@ inline i32x16 set1_i32(std::int32_t x) {
 inline i32x16 operator+(i32x16 a, i32x16 b) {
   return each_i32([=](int i) { return vaddq_s32(a.v[i], b.v[i]); });
 }
+template <int N>
+inline i32x16 over_power(i32x16 a) {
+  if constexpr (N == 0) {
+    return a;
+  } else {
+    return each_i32([=](int i) { return vshrq_n_s32(a.v[i], N); });
+  }
+}
 inline f32x16 to_f32(i32x16 a) {
   return each([=](int i) { return vcvtq_f32_s32(a.v[i]); });
 }
@@ -151,6 +159,14 @@ inline Codes load_codes(const std::uint8_t* p) {
   for (int i = 0; i < 8; ++i) c.v[i] = vld1q_u8(p + 16 * i);
   return c;
 }
+template <int N>
+inline Codes lowered(const Codes& a) {
+  Codes c = a;
+  if constexpr (N > 0) {
+    for (uint8x16_t& v : c.v) v = vshrq_n_u8(v, N);
+  }
+  return c;
+}
 inline Codes side_by_side(u32x16 a, u32x16 b) {
   Codes c;
   for (int i = 0; i < 4; ++i) {
@@ -173,6 +189,10 @@ inline i32x16 total(const Sums& s) {
 constexpr int kStep = 1;
 constexpr bool kSignedCodes = true;
 using Codes = u32x16;
+template <int N>
+inline Codes lowered(const Codes& a) {
+  return shift_right<N>(a);
+}
 inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
 struct Sums {
   i32x16 high, low;
@@ -195,6 +215,10 @@ inline i32x16 total(const Sums& s) {
 constexpr int kStep = 1;
 constexpr bool kSignedCodes = false;
 using Codes = u32x16;
+template <int N>
+inline Codes lowered(const Codes& a) {
+  return shift_right<N>(a);
+}
 inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
 template <int W>
 inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
