@@ -18,7 +18,6 @@
 namespace ringlm {
 namespace {
 
-using cpu::ActBlock;
 using cpu::LocalClaims;
 using cpu::MatrixView;
 
@@ -29,9 +28,6 @@ std::size_t aligned(std::size_t n) { return (n + 63) / 64 * 64; }
 
 std::int32_t widest_input(const Config& c) { return std::max({c.n_embd, c.q_dim(), c.n_ff}); }
 
-// Whole blocks of activations: of the input of matrices whose types have blocks.
-std::size_t blocks_of(std::int32_t cols) { return size(cols / cpu::kActBlock); }
-
 // The memory of a thread, in bytes from its beginning: a row after its norm (or a head), the row quantized,
 // and what matmul or row_matmul asks for.
 struct Scratch {
@@ -40,7 +36,7 @@ struct Scratch {
   explicit Scratch(const Config& c) {
     const std::int32_t widest = std::max(widest_input(c), c.head_dim);
     quantized = aligned(size(widest) * sizeof(float));
-    product = quantized + aligned(blocks_of(widest) * sizeof(ActBlock));
+    product = quantized + aligned(cpu::act_bytes(widest, 1));
     end = product + aligned(std::max(cpu::staged_bytes(widest), cpu::matmul_scratch(widest) * sizeof(float)));
   }
 };
@@ -81,8 +77,8 @@ class CpuOps final : public Ops {
   std::size_t tile_floats(const Config& c, std::int64_t tiles) const override {
     return cpu::Attention::tile_floats(c, tiles);
   }
-  std::size_t quantized_bytes(const Config& c) const override {
-    return packed_ ? blocks_of(widest_input(c)) * sizeof(ActBlock) : 0;
+  std::size_t quantized_bytes(const Config& c, std::int64_t M) const override {
+    return packed_ ? cpu::act_bytes(widest_input(c), M) : 0;
   }
   std::size_t packed_bytes() const override {
     std::size_t bytes = 0;
@@ -221,8 +217,8 @@ class CpuOps final : public Ops {
  private:
   // The rows of a step as the input of products: M of them, and quantized where a matrix wants that.
   struct Input {
-    const float* x;             // [M, cols]
-    const ActBlock* quantized;  // [M, cols / kActBlock] or null
+    const float* x;              // [M, cols]
+    const std::byte* quantized;  // [act_bytes(cols, M)] or null
     std::size_t M;
   };
 
@@ -268,9 +264,7 @@ class CpuOps final : public Ops {
 
   std::byte* memory(int thread) { return scratch_[size(thread) * scratch_at_.end / sizeof(Line)].bytes; }
   float* scratch(int thread) { return reinterpret_cast<float*>(memory(thread)); }
-  ActBlock* quantized(int thread) {
-    return reinterpret_cast<ActBlock*>(memory(thread) + scratch_at_.quantized);
-  }
+  std::byte* quantized(int thread) { return memory(thread) + scratch_at_.quantized; }
 
   void rotate(float* head, bool back) const { k_.rotate(rotation_, rotation_tables_.data(), head, back); }
 
@@ -299,14 +293,14 @@ class CpuOps final : public Ops {
     if (M == 1) {
       float* y = scratch(thread);
       k_.rms_norm(s.a.x.data(), weight.data(), c.norm_eps, y, c.n_embd);
-      if (quantize) k_.quantize(y, quantized(thread), c.n_embd);
+      if (quantize) k_.quantize(y, c.n_embd, quantized(thread), 0, 1);
       return {y, quantize ? quantized(thread) : nullptr, 1};
     }
-    auto* q = reinterpret_cast<ActBlock*>(s.a.quantized.data());
+    std::byte* q = s.a.quantized.data();
     for (std::size_t m = size(thread); m < M; m += size(team_.size())) {
       float* y = &s.a.normed[m * n];
       k_.rms_norm(&s.a.x[m * n], weight.data(), c.norm_eps, y, c.n_embd);
-      if (quantize) k_.quantize(y, q + m * blocks_of(c.n_embd), c.n_embd);
+      if (quantize) k_.quantize(y, c.n_embd, q, static_cast<std::int64_t>(m), static_cast<std::int64_t>(M));
     }
     team_.barrier();
     return {s.a.normed.data(), quantize ? q : nullptr, M};
@@ -318,12 +312,12 @@ class CpuOps final : public Ops {
     if (!wants_quantized(products)) return {x.data(), nullptr, M};
     const std::int32_t cols = products[0].w->cols;
     if (M == 1) {
-      k_.quantize(x.data(), quantized(thread), cols);
+      k_.quantize(x.data(), cols, quantized(thread), 0, 1);
       return {x.data(), quantized(thread), 1};
     }
-    auto* q = reinterpret_cast<ActBlock*>(s.a.quantized.data());
+    std::byte* q = s.a.quantized.data();
     for (std::size_t m = size(thread); m < M; m += size(team_.size())) {
-      k_.quantize(&x[m * size(cols)], q + m * blocks_of(cols), cols);
+      k_.quantize(&x[m * size(cols)], cols, q, static_cast<std::int64_t>(m), static_cast<std::int64_t>(M));
     }
     team_.barrier();
     return {x.data(), q, M};

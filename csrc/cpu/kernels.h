@@ -16,24 +16,35 @@ namespace ringlm::cpu {
 
 using kv::kTile;
 
-// 32 columns of activations in 16 bits: x = scale q, |q| <= kActLargest. Eight bits would be enough for text
-// that reads well, but not for the perplexity of the model: docs/performance.md.
+// 32 columns of a token's activations in 16 bits: x = scale q, |q| <= kActLargest. Eight bits would be enough
+// for text that reads well, but not for the perplexity of the model: docs/performance.md.
 constexpr std::int32_t kActBlock = 32;
 constexpr float kActLargest = 127.0f * 256.0f + 127.0f;  // 256 high + low, both digits in [-128, 127]
-struct alignas(32) ActBlock {
-  std::int32_t digits[16];  // q, in the order of the instruction set (cpu/words.h)
+struct alignas(32) ActDigits {
+  std::int32_t words[16];  // q, in the order of the instruction set (cpu/words.h)
+};
+struct alignas(32) ActSums {
   float scale;
   float sum, half_sums[2];  // scale times the sum of q, over all columns and over 16 each
   std::int32_t totals[2];   // sums of q over 16 columns
 };
 
+// Tokens come in tiles: of one in a step of one token, else of 16, the last one filled up with anything. A
+// tile has for every 32 columns the digits of its tokens and then their sums.
+constexpr std::int32_t kActTile = 16;
+constexpr std::int32_t act_tile(std::int64_t n_tokens) { return n_tokens == 1 ? 1 : kActTile; }
+constexpr std::size_t kActBytes = sizeof(ActDigits) + sizeof(ActSums);  // of 32 columns of a token
+constexpr std::size_t act_bytes(std::int32_t cols, std::int64_t n_tokens) {
+  const std::int64_t tile = act_tile(n_tokens), tokens = (n_tokens + tile - 1) / tile * tile;
+  return static_cast<std::size_t>(tokens * (cols / kActBlock)) * kActBytes;
+}
+
 // y[m][r] (+)= sum_k W[r][k] x[m][k] + bias[r] for the rows of some groups, and all m.
 struct MatmulArgs {
   MatrixView w;
-  const float* bias;  // [rows] or null
-  const float* x;     // [n_tokens, cols]
-  const ActBlock*
-      quantized;  // [n_tokens, cols / kActBlock], which packed types with blocks need instead of x
+  const float* bias;           // [rows] or null
+  const float* x;              // [n_tokens, cols]
+  const std::byte* quantized;  // [act_bytes(cols, n_tokens)]: what packed types with blocks need instead of x
   std::int32_t n_tokens;
   float* y;                      // [n_tokens, rows]
   bool add;                      // into y, instead of replacing it
@@ -94,8 +105,9 @@ struct Kernels {
   // aligned.
   void (*matmul)(const MatmulArgs& a, std::int32_t begin, std::int32_t end, void* scratch);
 
-  // n columns, a multiple of kActBlock.
-  void (*quantize)(const float* x, ActBlock* y, std::int32_t n);
+  // x [n], a multiple of kActBlock, as token number `token` of n_tokens. y: [act_bytes(n, n_tokens)], aligned
+  // to 64 bytes.
+  void (*quantize)(const float* x, std::int32_t n, std::byte* y, std::int64_t token, std::int64_t n_tokens);
 
   // Rows [begin, end) of a.w as in the file, turned into float32 on the way. scratch: [kRowTile * cols]
   // floats of this thread.

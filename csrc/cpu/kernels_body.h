@@ -111,9 +111,34 @@ void store_row(const kv::Rows& rows, std::int64_t slot, const float* src, std::i
   }
 }
 
+// What leaves a kernel has to clear the upper halves of the vector registers, or all SSE code after it, which
+// is the rest of the library, waits for them. GCC 12 forgets that behind calls that pass vectors.
+template <auto f>
+struct Entry;
+template <class... Args, void (*f)(Args...)>
+struct Entry<f> {
+  static void call(Args... args) {
+    f(args...);
+#if defined(__AVX__)
+    _mm256_zeroupper();
+#endif
+  }
+};
+
 constexpr Kernels make_kernels(const char* name) {
-  return {name,   dequantize_row, matmul,          quantize,    row_matmul, rms_norm, silu_mul,
-          rotate, store_row,      prepare_queries, attend_span, merge,      finish};
+  return {name,
+          Entry<dequantize_row>::call,
+          Entry<matmul>::call,
+          Entry<quantize>::call,
+          Entry<row_matmul>::call,
+          Entry<rms_norm>::call,
+          Entry<silu_mul>::call,
+          Entry<rotate>::call,
+          Entry<store_row>::call,
+          Entry<prepare_queries>::call,
+          Entry<attend_span>::call,
+          Entry<merge>::call,
+          Entry<finish>::call};
 }
 
 }  // namespace

@@ -7,12 +7,10 @@
 namespace ringlm::cpu {
 namespace {
 
-constexpr int kTileTokens = 16;
-
 // Tiles, which the intrinsics want as literal numbers:
-//   0, 1 and 2, 3   sums of the high and the low digits, [16 tokens, 16 rows] int32: two sets
-//   4, 5            high and low digits, [16 tokens, columns] int8
-//   6               codes, [columns / 4, 16 rows, 4] uint8
+//   0, 1   sums of the high and the low digits, [16 tokens, 16 rows] int32
+//   4, 5   high and low digits, [16 tokens, columns] int8
+//   6      codes, [columns / 4, 16 rows, 4] int8
 
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -31,98 +29,75 @@ inline void load_config(const TileConfig& c) {
 // words: columns / 4 of a product.
 inline void configure_tiles(int words) {
   TileConfig c;
-  for (int t = 0; t < 7; ++t) {
+  for (const int t : {0, 1, 4, 5, 6}) {
     c.row_bytes[t] = static_cast<std::uint16_t>(t == 4 || t == 5 ? 4 * words : 4 * kGroup);
-    c.rows[t] = static_cast<std::uint8_t>(t == 6 ? words : kTileTokens);
+    c.rows[t] = static_cast<std::uint8_t>(t == 6 ? words : kActTile);
   }
   load_config(c);
 }
 
 struct alignas(64) TileSums {
-  std::int32_t high[kTileTokens][kGroup], low[kTileTokens][kGroup];
+  std::int32_t high[kActTile][kGroup], low[kActTile][kGroup];
 };
 
-// One staged group times 16 tokens. Two sets of sums, so that the tiles work on one product while the vectors
-// scale the one before.
+// One staged group times a tile of tokens. A block is one product, or one for each of its scales. While the
+// tiles are at a product, the vectors scale the one before: a processor that reads instructions in order
+// finds both only if they are mixed.
 template <int Scales, bool Minima>
-void amx_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, const ActBlock* x,
-              std::int64_t stride, f32x16 (&acc)[kTileTokens]) {
+void amx_sums(const StagedBlock* block, std::int32_t cols, Tile x, f32x16 (&out)[kActTile]) {
+  f32x16 acc[kActTile];
+  unrolled<kActTile>([&](auto t) { acc[t.value] = set1(0.0f); });
   constexpr int words = 8 / Scales;
-  const auto between = static_cast<std::size_t>(stride) * sizeof(ActBlock);
+  const std::int32_t products = cols / kActBlock * Scales;
   TileSums sums[2];
-  const auto multiply = [&](auto set, auto s, const StagedBlock& b, const ActBlock& first) {
-    before_tiles();
-    _tile_loadd(6, b.codes[words * s.value], 4 * kGroup);
-    _tile_loadd(4, first.digits + words * s.value, between);
-    _tile_loadd(5, first.digits + 8 + words * s.value, between);
-    if constexpr (set.value == 0) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_dpbsud(0, 4, 6);
-      _tile_dpbsud(1, 5, 6);
-      _tile_stored(0, sums[0].high, 4 * kGroup);
-      _tile_stored(1, sums[0].low, 4 * kGroup);
-    } else {
-      _tile_zero(2);
-      _tile_zero(3);
-      _tile_dpbsud(2, 4, 6);
-      _tile_dpbsud(3, 5, 6);
-      _tile_stored(2, sums[1].high, 4 * kGroup);
-      _tile_stored(3, sums[1].low, 4 * kGroup);
-    }
-  };
-  const auto scale = [&](auto set, auto s, const StagedBlock& b, const ActBlock* xb) {
-    const f32x16 d = load(b.scales[s.value]), m = load(b.minima[s.value]);
-    unrolled<kTileTokens>([&](auto t) {
-      const ActBlock& xt = xb[t.value * stride];
-      const i32x16 high{_mm512_load_si512(sums[set.value].high[t.value])};
-      const i32x16 low{_mm512_load_si512(sums[set.value].low[t.value])};
-      i32x16 sum = times_256(high) + low;
-      if constexpr (!Minima) sum = sum + set1_i32(-zero * total_of<Scales, s.value>(xt));
-      acc[t.value] = fma(d * set1(xt.scale), to_f32(sum), acc[t.value]);
-      if constexpr (Minima) acc[t.value] = fma(m, sum_of<Scales, s.value>(xt), acc[t.value]);
+  const auto scale = [&](std::int32_t n, auto quarter) {
+    const StagedBlock& b = block[n / Scales];
+    const ActSums* numbers = x.block(n / Scales).sums();
+    const TileSums& from = sums[n % 2];
+    const std::int32_t s = n % Scales;
+    const f32x16 d = load(b.scales[s]), m = load(b.minima[s]);
+    unrolled<kActTile / 4>([&](auto i) {
+      constexpr int t = quarter.value * kActTile / 4 + i.value;
+      const i32x16 high{_mm512_load_si512(from.high[t])}, low{_mm512_load_si512(from.low[t])};
+      acc[t] = fma(d * set1(numbers[t].scale), to_f32(times_256(high) + low), acc[t]);
+      if constexpr (Minima)
+        acc[t] = fma(m, set1(Scales == 1 ? numbers[t].sum : numbers[t].half_sums[s]), acc[t]);
     });
   };
-  // Product number n goes to set n % 2; a block has one or two products.
-  const std::int32_t n = cols / kActBlock;
-  if constexpr (Scales == 2) {
-    for (std::int32_t i = 0; i < n; ++i) {
-      multiply(Constant<0>{}, Constant<0>{}, block[i], x[i]);
-      multiply(Constant<1>{}, Constant<1>{}, block[i], x[i]);
-      scale(Constant<0>{}, Constant<0>{}, block[i], x + i);
-      scale(Constant<1>{}, Constant<1>{}, block[i], x + i);
-    }
-  } else {
-    std::int32_t i = 0;
-    for (; i + 2 <= n; i += 2) {
-      multiply(Constant<0>{}, Constant<0>{}, block[i], x[i]);
-      multiply(Constant<1>{}, Constant<0>{}, block[i + 1], x[i + 1]);
-      scale(Constant<0>{}, Constant<0>{}, block[i], x + i);
-      scale(Constant<1>{}, Constant<0>{}, block[i + 1], x + i + 1);
-    }
-    if (i < n) {
-      multiply(Constant<0>{}, Constant<0>{}, block[i], x[i]);
-      scale(Constant<0>{}, Constant<0>{}, block[i], x + i);
-    }
-  }
+  const auto step = [&](std::int32_t n, auto between) {
+    const std::int32_t* digits = x.block(n / Scales).digits()->words + words * (n % Scales);
+    TileSums& to = sums[n % 2];
+    before_tiles();
+    _tile_loadd(6, block[n / Scales].codes[words * (n % Scales)], 4 * kGroup);
+    _tile_loadd(4, digits, sizeof(ActDigits));
+    _tile_loadd(5, digits + 8, sizeof(ActDigits));
+    _tile_zero(0);
+    _tile_zero(1);
+    between(Constant<0>{});
+    _tile_dpbssd(0, 4, 6);
+    between(Constant<1>{});
+    _tile_dpbssd(1, 5, 6);
+    between(Constant<2>{});
+    _tile_stored(0, to.high, 4 * kGroup);
+    between(Constant<3>{});
+    _tile_stored(1, to.low, 4 * kGroup);
+  };
+  step(0, [](auto) {});
+  for (std::int32_t n = 1; n < products; ++n) step(n, [&](auto quarter) { scale(n - 1, quarter); });
+  unrolled<4>([&](auto quarter) { scale(products - 1, quarter); });
+  unrolled<kActTile>([&](auto t) { out[t.value] = acc[t.value]; });
 }
 
-// Whole tiles of tokens; returns how many tokens that are.
 template <int Scales, bool Minima>
-std::int32_t amx_tokens(const MatmulArgs& a, std::int32_t group, const StagedBlock* staged,
-                        std::int32_t zero) {
-  const std::int32_t n = a.n_tokens / kTileTokens * kTileTokens;
-  if (n == 0) return 0;
+void amx_tokens(const MatmulArgs& a, std::int32_t group, const StagedBlock* staged) {
   configure_tiles(8 / Scales);
-  const std::int64_t stride = a.w.cols / kActBlock;
-  for (std::int32_t token = 0; token < n; token += kTileTokens) {
-    f32x16 acc[kTileTokens];
-    for (f32x16& sum : acc) sum = set1(0.0f);
-    amx_sums<Scales, Minima>(staged, a.w.cols, zero, a.quantized + token * stride, stride, acc);
-    for (int t = 0; t < kTileTokens; ++t) write_group(a, group, token + t, acc[t]);
+  for (std::int32_t token = 0; token < a.n_tokens; token += kActTile) {
+    f32x16 acc[kActTile];
+    amx_sums<Scales, Minima>(staged, a.w.cols, tile_of(a.quantized, a.w.cols, token, a.n_tokens), acc);
+    const std::int32_t n = a.n_tokens - token;
+    for (int t = 0; t < kActTile && t < n; ++t) write_group(a, group, token + t, acc[t]);
   }
   _tile_release();
-  return n;
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 // exact integer sum that is scaled and added in float32. A lane is a row, so nothing is summed across lanes.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/pack.h"
 #include "cpu/packed_types.h"
 
@@ -20,13 +22,46 @@ constexpr int kTokens = 2;
 constexpr int kTokens = 1;
 #endif
 
-void quantize(const float* x, ActBlock* y, std::int32_t n) {
-  for (std::int32_t i = 0; i < n; i += kActBlock, ++y) {
+// Fewest tokens for which it pays to take a group of rows apart.
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__aarch64__)
+constexpr std::int32_t kStageFrom = 4;
+#else
+constexpr std::int32_t kStageFrom = INT32_MAX;
+#endif
+
+// 32 columns of a tile of tokens. Byte may be const.
+template <class Byte>
+struct TileAt {
+  template <class T>
+  using As = std::conditional_t<std::is_const_v<Byte>, const T, T>;
+  Byte* at;
+  std::int32_t tokens;  // of the tile
+
+  As<ActDigits>* digits() const { return reinterpret_cast<As<ActDigits>*>(at); }
+  As<ActSums>* sums() const { return reinterpret_cast<As<ActSums>*>(digits() + tokens); }
+  TileAt block(std::int64_t n) const { return {at + n * tokens * std::int64_t{kActBytes}, tokens}; }
+};
+using Tile = TileAt<const std::byte>;
+
+// The tile that a token is in, from its first column on.
+template <class Byte>
+inline TileAt<Byte> tile_of(Byte* quantized, std::int32_t cols, std::int64_t token, std::int64_t n_tokens) {
+  const std::int32_t tokens = act_tile(n_tokens);
+  return TileAt<Byte>{quantized, tokens}.block(token / tokens * (cols / kActBlock));
+}
+
+void quantize(const float* x, std::int32_t n, std::byte* y, std::int64_t token, std::int64_t n_tokens) {
+  TileAt<std::byte> tile = tile_of(y, n, token, n_tokens);
+  const std::int64_t place = token % tile.tokens;
+  for (std::int32_t i = 0; i < n; i += kActBlock, tile = tile.block(1)) {
+    ActDigits& digits = tile.digits()[place];
+    ActSums& sums = tile.sums()[place];
     const f32x16 a = load(x + i), b = load(x + i + kLanes);
     const float largest = from_bits(largest_bits(a, b));
     if (!(largest <= __FLT_MAX__)) {  // NaN or infinity: so is every product with this block
-      *y = ActBlock{};
-      y->scale = y->sum = y->half_sums[0] = y->half_sums[1] = __builtin_nanf("");
+      digits = {};
+      const float nan = __builtin_nanf("");
+      sums = {nan, nan, {nan, nan}, {}};
       continue;
     }
     // Below that the inverse would overflow; such a block is nothing beside any other.
@@ -34,13 +69,12 @@ void quantize(const float* x, ActBlock* y, std::int32_t n) {
     const float scale = none ? 0.0f : largest * (1.0f / kActLargest);
     const f32x16 inverse = set1(none ? 0.0f : kActLargest / largest);
     const i32x16 qa = to_nearest(a * inverse), qb = to_nearest(b * inverse);
-    store_digits(*y, qa, qb);
-    y->scale = scale;
-    y->totals[0] = sum_lanes(qa);
-    y->totals[1] = sum_lanes(qb);
-    y->half_sums[0] = scale * static_cast<float>(y->totals[0]);
-    y->half_sums[1] = scale * static_cast<float>(y->totals[1]);
-    y->sum = scale * static_cast<float>(y->totals[0] + y->totals[1]);
+    store_digits(digits, qa, qb);
+    const std::int32_t totals[2] = {sum_lanes(qa), sum_lanes(qb)};
+    sums = {scale,
+            scale * static_cast<float>(totals[0] + totals[1]),
+            {scale * static_cast<float>(totals[0]), scale * static_cast<float>(totals[1])},
+            {totals[0], totals[1]}};
   }
 }
 
@@ -77,11 +111,11 @@ inline __attribute__((always_inline)) Codes step_codes(const std::uint8_t* p) {
 
 // Scale number S of 32 columns: of all of them, or of each half.
 template <int Scales, int S>
-inline std::int32_t total_of(const ActBlock& x) {
+inline std::int32_t total_of(const ActSums& x) {
   return Scales == 1 ? x.totals[0] + x.totals[1] : x.totals[S];
 }
 template <int Scales, int S>
-inline f32x16 sum_of(const ActBlock& x) {
+inline f32x16 sum_of(const ActSums& x) {
   return set1(Scales == 1 ? x.sum : x.half_sums[S]);
 }
 
@@ -99,14 +133,15 @@ inline __attribute__((always_inline)) void prefetch(const std::uint8_t* p) {
 // One group of rows times one token, straight from the packed bytes. The words of a scale are summed in two
 // halves: a scheduler that is full of one long chain of products has no room for the next.
 template <class W>
-f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
+f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, Tile x, std::int32_t token) {
   constexpr int bytes = kGroup * W::kBytes, groups = W::kColumns / kActBlock;
   f32x16 acc = set1(0.0f);
-  for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x += groups) {
+  for (std::int32_t i = 0; i < cols; i += W::kColumns, p += bytes, x = x.block(groups)) {
     unrolled<groups>([&](auto g) {
       constexpr int from = bytes * g.value / groups / 64 * 64, to = bytes * (g.value + 1) / groups / 64 * 64;
       prefetch<(g.value + 1 < groups ? to : bytes) - from>(p + from);
-      const ActBlock& xg = x[g.value];
+      const ActDigits& digits = x.block(g.value).digits()[token];
+      const ActSums& xg = x.block(g.value).sums()[token];
       unrolled<W::kScales>([&](auto s) {
         constexpr int words = 8 / W::kScales, first = words * s.value, second = first + words / 2;
         constexpr int up = W::template kUp<g.value, first>, up2 = W::template kUp<g.value, second>;
@@ -114,8 +149,8 @@ f32x16 row_sums(const std::uint8_t* p, std::int32_t cols, const ActBlock* x) {
         Sums sums = start(minus << up), more = start(0);
         unrolled<words / 2 / kStep>([&](auto w) {
           constexpr int at = first + kStep * w.value, at2 = second + kStep * w.value;
-          accumulate<at>(sums, step_codes<W, g.value, at>(p), xg);
-          accumulate<at2>(more, step_codes<W, g.value, at2>(p), xg);
+          accumulate<at>(sums, step_codes<W, g.value, at>(p), digits);
+          accumulate<at2>(more, step_codes<W, g.value, at2>(p), digits);
         });
         const i32x16 sum = up == up2 ? over_power<up>(total(sums) + total(more))
                                      : over_power<up>(total(sums)) + over_power<up2>(total(more));
@@ -145,7 +180,12 @@ void stage(const std::uint8_t* p, std::int32_t cols, StagedBlock* out) {
       StagedBlock& block = out[g.value];
       unrolled<8 / kStep>([&](auto w) {
         constexpr int at = kStep * w.value;
-        store_codes(block.codes[at], lowered<W::template kUp<g.value, at>>(step_codes<W, g.value, at>(p)));
+        const Codes codes = lowered<W::template kUp<g.value, at>>(step_codes<W, g.value, at>(p));
+#if defined(__AMX_INT8__)  // whose products take signed bytes
+        store_codes(block.codes[at], minus_bytes(codes, W::kZero));
+#else
+        store_codes(block.codes[at], codes);
+#endif
       });
       unrolled<W::kScales>([&](auto s) {
         store(block.scales[s.value], W::template scale<g.value, s.value>(p));
@@ -155,30 +195,32 @@ void stage(const std::uint8_t* p, std::int32_t cols, StagedBlock* out) {
   }
 }
 
-// A staged group times T tokens; the same sums in the same order as row_sums().
+// A staged group times T tokens of a tile, from number `first` on; the same sums in the same order as
+// row_sums().
 template <int Scales, bool Minima, int T>
-void staged_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, const ActBlock* x,
-                 std::int64_t stride, f32x16 (&acc)[T]) {
+void staged_sums(const StagedBlock* block, std::int32_t cols, std::int32_t zero, Tile x, std::int32_t first,
+                 f32x16 (&acc)[T]) {
   constexpr int steps = 8 / Scales / kStep;
-  for (std::int32_t i = 0; i < cols; i += kActBlock, ++block, ++x) {
+  for (std::int32_t i = 0; i < cols; i += kActBlock, ++block, x = x.block(1)) {
+    const ActDigits* digits = x.digits() + first;
+    const ActSums* numbers = x.sums() + first;
     unrolled<Scales>([&](auto s) {
       Sums sums[T];
       unrolled<T>(
-          [&](auto t) { sums[t.value] = start(-zero * total_of<Scales, s.value>(x[t.value * stride])); });
+          [&](auto t) { sums[t.value] = start(-zero * total_of<Scales, s.value>(numbers[t.value])); });
       unrolled<steps>([&](auto w) {
         constexpr int at = kStep * (steps * s.value + w.value);
         const Codes codes = load_codes(block->codes[at]);
-        unrolled<T>([&](auto t) { accumulate<at>(sums[t.value], codes, x[t.value * stride]); });
+        unrolled<T>([&](auto t) { accumulate<at>(sums[t.value], codes, digits[t.value]); });
       });
       const f32x16 d = load(block->scales[s.value]);
       unrolled<T>([&](auto t) {
-        acc[t.value] = fma(d * set1(x[t.value * stride].scale), to_f32(total(sums[t.value])), acc[t.value]);
+        acc[t.value] = fma(d * set1(numbers[t.value].scale), to_f32(total(sums[t.value])), acc[t.value]);
       });
       if constexpr (Minima) {
         const f32x16 m = load(block->minima[s.value]);
-        unrolled<T>([&](auto t) {
-          acc[t.value] = fma(m, sum_of<Scales, s.value>(x[t.value * stride]), acc[t.value]);
-        });
+        unrolled<T>(
+            [&](auto t) { acc[t.value] = fma(m, sum_of<Scales, s.value>(numbers[t.value]), acc[t.value]); });
       }
     });
   }
@@ -277,37 +319,37 @@ void float_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end) {
 namespace ringlm::cpu {
 namespace {
 
-// A staged group times all tokens that come in whole tiles; returns how many those were.
+// A staged group times all tokens.
 template <int Scales, bool Minima>
-std::int32_t staged_tokens(const MatmulArgs& a, std::int32_t group, const StagedBlock* staged,
-                           std::int32_t zero) {
-  const std::int64_t stride = a.w.cols / kActBlock;
-  std::int32_t token = 0;
+void staged_tokens(const MatmulArgs& a, std::int32_t group, const StagedBlock* staged, std::int32_t zero) {
 #if defined(__AMX_INT8__)
-  token = amx_tokens<Scales, Minima>(a, group, staged, zero);
-#endif
-  for (; token + kTokens <= a.n_tokens; token += kTokens) {
+  (void)zero;
+  amx_tokens<Scales, Minima>(a, group, staged);
+#else
+  for (std::int32_t token = 0; token < a.n_tokens; token += kTokens) {
     f32x16 acc[kTokens];
     for (f32x16& sum : acc) sum = set1(0.0f);
-    staged_sums<Scales, Minima, kTokens>(staged, a.w.cols, zero, a.quantized + token * stride, stride, acc);
-    for (int t = 0; t < kTokens; ++t) write_group(a, group, token + t, acc[t]);
+    const Tile x = tile_of(a.quantized, a.w.cols, token, a.n_tokens);
+    staged_sums<Scales, Minima, kTokens>(staged, a.w.cols, zero, x, token % kActTile, acc);
+    const std::int32_t n = a.n_tokens - token;
+    for (int t = 0; t < kTokens && t < n; ++t) write_group(a, group, token + t, acc[t]);
   }
-  return token;
+#endif
 }
 
 template <class W>
 void quantized_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end, void* scratch) {
-  const std::int64_t stride = a.w.cols / kActBlock;
   for (std::int32_t group = begin; group < end; ++group) {
     const std::uint8_t* p = a.w.data + static_cast<std::size_t>(group) * a.w.group_bytes();
-    std::int32_t token = 0;
-    if (kTokens > 1 && a.n_tokens >= kTokens) {  // else it would not pay
+    if (a.n_tokens >= kStageFrom) {
       auto* staged = static_cast<StagedBlock*>(scratch);
       stage<W>(p, a.w.cols, staged);
-      token = staged_tokens<W::kScales, W::kMinima>(a, group, staged, kZeroCode<W>);
+      staged_tokens<W::kScales, W::kMinima>(a, group, staged, kZeroCode<W>);
+      continue;
     }
-    for (; token < a.n_tokens; ++token) {
-      write_group(a, group, token, row_sums<W>(p, a.w.cols, a.quantized + token * stride));
+    for (std::int32_t token = 0; token < a.n_tokens; ++token) {
+      const Tile x = tile_of(a.quantized, a.w.cols, token, a.n_tokens);
+      write_group(a, group, token, row_sums<W>(p, a.w.cols, x, token % x.tokens));
     }
   }
 }

@@ -63,6 +63,11 @@ inline f32x16 load_bf16(const std::uint8_t* p) {
   return {_mm512_castsi512_ps(shift_left<16>(load_halves(p)).v)};
 }
 
+// Each byte minus n.
+inline u32x16 minus_bytes(u32x16 a, int n) {
+  return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(static_cast<char>(n)))};
+}
+
 struct i32x16 {
   __m512i v;
 };
@@ -88,8 +93,8 @@ inline i32x16 dot4(i32x16 sum, u32x16 codes, const std::int32_t& digits) {
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(codes.v), "m"(digits));
   return sum;
 }
-inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
-  auto* to = reinterpret_cast<__m128i*>(x.digits);
+inline void store_digits(ActDigits& x, i32x16 a, i32x16 b) {
+  auto* to = reinterpret_cast<__m128i*>(x.words);
   const __m512i half = _mm512_set1_epi32(128);
   _mm_store_si128(to, _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(a.v, half), 8)));
   _mm_store_si128(to + 1, _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(b.v, half), 8)));
@@ -197,7 +202,7 @@ inline std::uint32_t largest_bits(f32x16 a, f32x16 b) {
   return static_cast<std::uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1))));
 }
 #if RINGLM_TWO_DIGITS
-inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+inline void store_digits(ActDigits& x, i32x16 a, i32x16 b) {
   // Packing works in halves of registers: afterwards words are in the order 0 2 4 6 1 3 5 7.
   const auto store_bytes = [](std::int32_t* to, __m256i p, __m256i q, __m256i r, __m256i s) {
     const __m256i mixed = _mm256_packs_epi16(_mm256_packs_epi32(p, q), _mm256_packs_epi32(r, s));
@@ -208,8 +213,8 @@ inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
     return _mm256_srai_epi32(_mm256_add_epi32(q, _mm256_set1_epi32(128)), 8);
   };
   const auto low = [](__m256i q) { return _mm256_srai_epi32(_mm256_slli_epi32(q, 24), 24); };
-  store_bytes(x.digits, high(a.lo), high(a.hi), high(b.lo), high(b.hi));
-  store_bytes(x.digits + 8, low(a.lo), low(a.hi), low(b.lo), low(b.hi));
+  store_bytes(x.words, high(a.lo), high(a.hi), high(b.lo), high(b.hi));
+  store_bytes(x.words + 8, low(a.lo), low(a.hi), low(b.lo), low(b.hi));
 }
 inline i32x16 dot4(i32x16 sum, u32x16 codes, std::int32_t digits) {
   const __m256i d = _mm256_set1_epi32(digits);
@@ -222,13 +227,13 @@ inline i32x16 dot2(i32x16 sum, u32x16 codes, std::int32_t pair) {
   return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(codes.lo, d)),
           _mm256_add_epi32(sum.hi, _mm256_madd_epi16(codes.hi, d))};
 }
-inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+inline void store_digits(ActDigits& x, i32x16 a, i32x16 b) {
   const auto sixteen = [](std::int32_t* to, __m256i p, __m256i q) {
     const __m256i mixed = _mm256_packs_epi32(_mm256_shuffle_epi32(p, 0xd8), _mm256_shuffle_epi32(q, 0xd8));
     _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
   };
-  sixteen(x.digits, a.lo, a.hi);
-  sixteen(x.digits + 8, b.lo, b.hi);
+  sixteen(x.words, a.lo, a.hi);
+  sixteen(x.words + 8, b.lo, b.hi);
 }
 #endif
 
@@ -356,7 +361,7 @@ inline std::uint32_t largest_bits(f32x16 a, f32x16 b) {
   }
   return largest;
 }
-inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+inline void store_digits(ActDigits& x, i32x16 a, i32x16 b) {
   std::int32_t q[2 * kLanes];
   std::memcpy(q, &a, sizeof a);
   std::memcpy(q + kLanes, &b, sizeof b);
@@ -365,8 +370,8 @@ inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
                                      static_cast<std::uint32_t>(second) << 16);
   };
   for (int w = 0; w < 8; ++w) {
-    x.digits[2 * w] = pair(q[4 * w], q[4 * w + 2]);
-    x.digits[2 * w + 1] = pair(q[4 * w + 1], q[4 * w + 3]);
+    x.words[2 * w] = pair(q[4 * w], q[4 * w + 2]);
+    x.words[2 * w + 1] = pair(q[4 * w + 1], q[4 * w + 3]);
   }
 }
 
@@ -399,9 +404,9 @@ struct Sums {
 inline Sums start(std::int32_t low) { return {set1_i32(0), set1_i32(low)}; }
 inline i32x16 total(const Sums& s) { return times_256(s.high) + s.low; }
 template <int W>
-inline void accumulate(Sums& s, Codes codes, const ActBlock& x) {
-  s.high = dot4(s.high, codes, x.digits[W]);
-  s.low = dot4(s.low, codes, x.digits[8 + W]);
+inline void accumulate(Sums& s, Codes codes, const ActDigits& x) {
+  s.high = dot4(s.high, codes, x.words[W]);
+  s.low = dot4(s.low, codes, x.words[8 + W]);
 }
 #else
 struct Sums {
@@ -410,10 +415,10 @@ struct Sums {
 inline Sums start(std::int32_t first) { return {set1_i32(first)}; }
 inline i32x16 total(const Sums& s) { return s.all; }
 template <int W>
-inline void accumulate(Sums& s, Codes codes, const ActBlock& x) {
+inline void accumulate(Sums& s, Codes codes, const ActDigits& x) {
   const u32x16 bytes = set1_u32(0x00ff00ff);
-  s.all = dot2(s.all, codes & bytes, x.digits[2 * W]);
-  s.all = dot2(s.all, shift_right<8>(codes) & bytes, x.digits[2 * W + 1]);
+  s.all = dot2(s.all, codes & bytes, x.words[2 * W]);
+  s.all = dot2(s.all, shift_right<8>(codes) & bytes, x.words[2 * W + 1]);
 }
 #endif
 #endif

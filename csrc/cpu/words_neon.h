@@ -117,23 +117,23 @@ inline std::uint32_t largest_bits(f32x16 a, f32x16 b) {
 }
 #if defined(__ARM_FEATURE_DOTPROD)
 // Low digits of two words, then their high ones.
-inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+inline void store_digits(ActDigits& x, i32x16 a, i32x16 b) {
   const auto eight = [](std::int32_t* to, int32x4_t p, int32x4_t q) {
     const int16x8_t halves = vcombine_s16(vmovn_s32(p), vmovn_s32(q));
     vst1q_s8(reinterpret_cast<std::int8_t*>(to), vcombine_s8(vmovn_s16(halves), vrshrn_n_s16(halves, 8)));
   };
-  eight(x.digits, a.v[0], a.v[1]);
-  eight(x.digits + 4, a.v[2], a.v[3]);
-  eight(x.digits + 8, b.v[0], b.v[1]);
-  eight(x.digits + 12, b.v[2], b.v[3]);
+  eight(x.words, a.v[0], a.v[1]);
+  eight(x.words + 4, a.v[2], a.v[3]);
+  eight(x.words + 8, b.v[0], b.v[1]);
+  eight(x.words + 12, b.v[2], b.v[3]);
 }
 #else
 // Columns 0 and 2, then 1 and 3 of every word.
-inline void store_digits(ActBlock& x, i32x16 a, i32x16 b) {
+inline void store_digits(ActDigits& x, i32x16 a, i32x16 b) {
   const auto four = [](std::int32_t* to, int32x4_t q) {
     vst1_s32(to, vsli_n_s32(vget_low_s32(q), vget_high_s32(q), 16));
   };
-  for (int i = 0; i < 4; ++i) four(x.digits + 2 * i, a.v[i]), four(x.digits + 8 + 2 * i, b.v[i]);
+  for (int i = 0; i < 4; ++i) four(x.words + 2 * i, a.v[i]), four(x.words + 8 + 2 * i, b.v[i]);
 }
 #endif
 
@@ -176,8 +176,8 @@ inline Codes side_by_side(u32x16 a, u32x16 b) {
   return c;
 }
 template <int W>
-inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
-  const int8x16_t digits = vld1q_s8(reinterpret_cast<const std::int8_t*>(x.digits + 2 * W));
+inline void accumulate(Sums& s, const Codes& codes, const ActDigits& x) {
+  const int8x16_t digits = vld1q_s8(reinterpret_cast<const std::int8_t*>(x.words + 2 * W));
   for (int i = 0; i < 8; ++i) s.v[i] = vusmmlaq_s32(s.v[i], codes.v[i], digits);
 }
 inline i32x16 total(const Sums& s) {
@@ -199,8 +199,8 @@ struct Sums {
 };
 inline Sums start(std::int32_t low) { return {set1_i32(0), set1_i32(low)}; }
 template <int W>
-inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
-  const int8x16_t digits = vld1q_s8(reinterpret_cast<const std::int8_t*>(x.digits + W / 2 * 4));
+inline void accumulate(Sums& s, const Codes& codes, const ActDigits& x) {
+  const int8x16_t digits = vld1q_s8(reinterpret_cast<const std::int8_t*>(x.words + W / 2 * 4));
   for (int i = 0; i < 4; ++i) {
     const int8x16_t c = vreinterpretq_s8_u32(codes.v[i]);
     s.low.v[i] = vdotq_laneq_s32(s.low.v[i], c, digits, W % 2);
@@ -221,7 +221,7 @@ inline Codes lowered(const Codes& a) {
 }
 inline Codes load_codes(const std::uint8_t* p) { return load_words(p); }
 template <int W>
-inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
+inline void accumulate(Sums& s, const Codes& codes, const ActDigits& x) {
   const auto add = [&s](int i, uint16x8_t halves, std::int32_t pair) {
     const int16x8_t c = vreinterpretq_s16_u16(halves), d = vreinterpretq_s16_s32(vdupq_n_s32(pair));
     s.v[2 * i] = vmlal_s16(s.v[2 * i], vget_low_s16(c), vget_low_s16(d));
@@ -229,8 +229,8 @@ inline void accumulate(Sums& s, const Codes& codes, const ActBlock& x) {
   };
   for (int i = 0; i < 4; ++i) {
     const uint16x8_t c = vreinterpretq_u16_u32(codes.v[i]);
-    add(i, vandq_u16(c, vdupq_n_u16(0xff)), x.digits[2 * W]);
-    add(i, vshrq_n_u16(c, 8), x.digits[2 * W + 1]);
+    add(i, vandq_u16(c, vdupq_n_u16(0xff)), x.words[2 * W]);
+    add(i, vshrq_n_u16(c, 8), x.words[2 * W + 1]);
   }
 }
 inline i32x16 total(const Sums& s) {

@@ -60,7 +60,7 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c,
   a.rope_pinned = carver.take<float>(M * size(c.rope_dims));
   a.rope_epochs = carver.take<float>(M * kEpochs * size(c.rope_dims));
   a.offsets = carver.take<float>(M * size(c.n_head) * kEpochs);
-  a.quantized = carver.take<std::byte>(M * ops.quantized_bytes(c));
+  a.quantized = carver.take<std::byte>(ops.quantized_bytes(c, o.chunk));
   plan.activation_bytes = since();
 
   std::int64_t tiles = 0;

@@ -41,7 +41,9 @@ class TimedOps final : public Ops {
   std::size_t tile_floats(const Config& c, std::int64_t tiles) const override {
     return inner_.tile_floats(c, tiles);
   }
-  std::size_t quantized_bytes(const Config& c) const override { return inner_.quantized_bytes(c); }
+  std::size_t quantized_bytes(const Config& c, std::int64_t M) const override {
+    return inner_.quantized_bytes(c, M);
+  }
   std::size_t packed_bytes() const override { return inner_.packed_bytes(); }
   bool packed() const override { return inner_.packed(); }
   std::size_t scratch_bytes() const override { return inner_.scratch_bytes(); }

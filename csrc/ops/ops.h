@@ -41,7 +41,7 @@ struct Activations {
   std::span<float> gate;           // [M, n_ff]               gate, then activation(gate) * up
   std::span<float> up;             // [M, n_ff]
   std::span<float*> heads;         // [M] backend scratch of norm_head
-  std::span<std::byte> quantized;  // [M, Ops::quantized_bytes] backend scratch: the input of a projection
+  std::span<std::byte> quantized;  // [Ops::quantized_bytes] backend scratch: the input of a projection
   // The second query, which scores the pinned rows: turned to min(position, n_ctx - 1) instead, so that the
   // pinned rows stand directly before the oldest moving one (attention sinks, arXiv:2309.17453).
   std::span<float> q_pinned;  // [M, n_head, head_dim]
@@ -67,8 +67,8 @@ class Ops {
   // Floats that attend() needs in Row::tiles when a query sees up to `tiles` tiles.
   virtual std::size_t tile_floats(const Config& config, std::int64_t tiles) const = 0;
 
-  // Bytes of Activations::quantized for a row.
-  virtual std::size_t quantized_bytes(const Config& config) const = 0;
+  // Bytes of Activations::quantized for a step of up to M rows.
+  virtual std::size_t quantized_bytes(const Config& config, std::int64_t M) const = 0;
 
   // Bytes of the matrices in the backend's own order, and whether it holds them in that: the file's pages are
   // not needed then.

@@ -53,7 +53,7 @@ class ReferenceOps final : public Ops {
   const char* name() const override { return "reference"; }
   int n_threads() const override { return 1; }
   std::size_t tile_floats(const Config&, std::int64_t) const override { return 0; }
-  std::size_t quantized_bytes(const Config&) const override { return 0; }
+  std::size_t quantized_bytes(const Config&, std::int64_t) const override { return 0; }
   std::size_t packed_bytes() const override { return 0; }
   bool packed() const override { return false; }
   std::size_t scratch_bytes() const override { return 0; }

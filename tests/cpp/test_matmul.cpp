@@ -19,7 +19,6 @@
 #include "tiny_model.h"
 
 using namespace ringlm;
-using cpu::ActBlock;
 using cpu::Kernels;
 using cpu::MatrixView;
 using gguf::DType;
@@ -32,13 +31,16 @@ constexpr DType kSmallBlocks[] = {DType::Q4_0, DType::Q4_1, DType::Q5_0,
 constexpr DType kLargeBlocks[] = {DType::Q2_K, DType::Q3_K, DType::Q4_K,
                                   DType::Q5_K, DType::Q6_K, DType::IQ4_XS};
 
-// Scratch of a product of so many columns; ActBlocks stand for aligned memory.
+struct alignas(64) Line {
+  std::byte bytes[64];
+};
+std::vector<Line> aligned(std::size_t bytes) { return std::vector<Line>((bytes + 63) / 64); }
+
+// Scratch of a product of so many columns.
 void* staged(std::int32_t cols) {
-  static std::vector<cpu::ActBlock> memory;
-  memory.resize(cpu::staged_bytes(cols) / sizeof(cpu::ActBlock) + 2);
-  std::size_t space = memory.size() * sizeof(cpu::ActBlock);
-  void* begin = memory.data();
-  return std::align(64, cpu::staged_bytes(cols), begin, space);
+  static std::vector<Line> memory;
+  memory.resize(cpu::staged_bytes(cols) / sizeof(Line));
+  return memory.data();
 }
 
 // Rows of random codes whose scales are ordinary numbers.
@@ -110,26 +112,41 @@ struct Weights {
 struct Inputs {
   std::int32_t cols, tokens;
   std::vector<float> x;
-  std::vector<ActBlock> quantized;  // empty for columns that are not whole blocks
+  // Quantized together and each alone; empty for columns that are not whole blocks.
+  std::vector<Line> together;
+  std::vector<std::vector<Line>> alone;
 
   Inputs(const Kernels& k, std::int32_t cols_, std::int32_t tokens_)
       : Inputs(k, cols_, random_floats(size(tokens_) * size(cols_), 7)) {}
   Inputs(const Kernels& k, std::int32_t cols_, std::vector<float> values)
       : cols(cols_), tokens(static_cast<std::int32_t>(values.size()) / cols_), x(std::move(values)) {
     if (cols % cpu::kActBlock != 0) return;
-    quantized.resize(x.size() / cpu::kActBlock);
-    for (std::int32_t m = 0; m < tokens; ++m)
-      k.quantize(&x[size(m) * size(cols)], &quantized[size(m) * blocks()], cols);
+    together = aligned(cpu::act_bytes(cols, tokens));
+    for (std::int32_t m = 0; m < tokens; ++m) {
+      const float* row = &x[size(m) * size(cols)];
+      k.quantize(row, cols, together.data()->bytes, m, tokens);
+      k.quantize(row, cols, alone.emplace_back(aligned(cpu::act_bytes(cols, 1))).data()->bytes, 0, 1);
+    }
   }
-  std::size_t blocks() const { return size(cols / cpu::kActBlock); }
+
+  // All tokens, or one of them.
+  const std::byte* quantized(std::int32_t first, std::int32_t n) const {
+    if (together.empty()) return nullptr;
+    if (n == 1) return alone[size(first)].data()->bytes;
+    REQUIRE(first == 0);
+    REQUIRE(n == tokens);
+    return together.data()->bytes;
+  }
 };
 
 cpu::MatmulArgs args(const MatrixView& w, const Inputs& in, std::int32_t first, std::int32_t n,
                      const float* bias, std::vector<float>& y, bool add) {
-  const ActBlock* quantized =
-      in.quantized.empty() ? nullptr : in.quantized.data() + size(first) * in.blocks();
-  return {w,         bias, in.x.data() + size(first) * size(in.cols),
-          quantized, n,    y.data() + size(first) * size(w.rows),
+  return {w,
+          bias,
+          in.x.data() + size(first) * size(in.cols),
+          in.quantized(first, n),
+          n,
+          y.data() + size(first) * size(w.rows),
           add};
 }
 
@@ -245,7 +262,7 @@ TEST_CASE("matrix products of every type, in odd sizes") {
         }
       }
     }
-    for (const std::int32_t tokens : {1, 2, 11, 37}) {  // whole tiles of 2, 8 and 16 tokens, and some more
+    for (const std::int32_t tokens : {1, 3, 11, 37}) {  // whole tiles of 2, 8 and 16 tokens, and some more
       for (const DType type : kSmallBlocks) {
         for (const std::int32_t cols : {32, 96}) check_matmul(k, type, 35, cols, tokens);
       }
@@ -316,12 +333,14 @@ TEST_CASE("NaN in a weight or an input reaches the product") {
       values[size(2 * cols + at)] = kNaN;
       const Weights w(values, rows, cols);
       const auto check = [&](auto run, const MatrixView& view) {
-        run(args(view, Inputs(k, cols, x), 0, 1, nullptr, y, false));
+        const Inputs in(k, cols, x);
+        run(args(view, in, 0, 1, nullptr, y, false));
         CHECK(std::isnan(y[2]));
         CHECK(y[3] == 37.0f);
         std::vector<float> infinite = x;
         infinite[size(at)] = kInf;
-        run(args(view, Inputs(k, cols, infinite), 0, 1, nullptr, y, false));
+        const Inputs with_infinity(k, cols, infinite);
+        run(args(view, with_infinity, 0, 1, nullptr, y, false));
         CHECK(y[3] == kInf);
       };
       check([&](const cpu::MatmulArgs& a) { k.row_matmul(a, 0, rows, scratch.data()); }, w.rows);
@@ -333,7 +352,8 @@ TEST_CASE("NaN in a weight or an input reaches the product") {
     std::memcpy(&w.bytes[2 * w.rows.row_bytes], &nan, sizeof nan);
     cpu::pack(w.rows, w.bytes.data(), 0, 1, w.packed.data());
     std::vector<float> y(5);
-    k.matmul(args(w.groups, Inputs(k, 64, 1), 0, 1, nullptr, y, false), 0, 1, staged(64));
+    const Inputs in(k, 64, 1);
+    k.matmul(args(w.groups, in, 0, 1, nullptr, y, false), 0, 1, staged(64));
     CHECK(std::isnan(y[2]));
     CHECK(std::isfinite(y[3]));
   });
