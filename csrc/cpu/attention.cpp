@@ -73,6 +73,13 @@ struct Attention::Task {
     return (first + size(i / c.group())) * size(c.n_head) + size(head) * size(c.group()) +
            size(i % c.group());
   }
+  // The first key of a span that the first token sees.
+  const std::uint8_t* first_key(std::int32_t kv_head, std::int64_t span_index) const {
+    const Spans::Span span = spans()[span_index];
+    const std::int64_t slot = ring().slot(span.start + seen(ring(), span, row(0).position).begin);
+    const kv::Rows keys = cache().k(layer, kv_head);
+    return keys.data + size(slot * c.head_dim) * element_bytes(keys.format);
+  }
   void prepare(const Kernels& k, bool pinned, float* workspace) const {
     const float* q = (pinned ? s.a.q_pinned : s.a.q).data() + query(0) * size(c.head_dim);
     k.prepare_queries({q, std::int64_t{c.n_head} * c.head_dim, n_tokens, c.group(), c.head_dim, scale(),
@@ -139,8 +146,8 @@ std::size_t Attention::tile_floats(const Config& c, std::int64_t tiles) {
          kLine;
 }
 
-void Attention::attend_span(const Task& t, std::int64_t index, const Memory& memory, Partial* parts,
-                            float* sums) const {
+void Attention::attend_span(const Task& t, std::int64_t index, const Memory& memory,
+                            const std::uint8_t* next_keys, Partial* parts, float* sums) const {
   const Spans::Span span = t.spans()[index];
   const kv::Ring& ring = t.ring();
   const std::int32_t group = t.c.group(), n = t.n();
@@ -163,7 +170,8 @@ void Attention::attend_span(const Task& t, std::int64_t index, const Memory& mem
                 slot,
                 static_cast<std::int32_t>(std::min<std::int64_t>(all.end, all.begin + until_wrap)),
                 ring.pinned,
-                nullptr};
+                nullptr,
+                next_keys};
   if (centred(t.w, t.cache())) {
     for (std::int32_t tile = 0; tile < kSpan / kTile; ++tile) {
       const std::int64_t first = std::max(span.start + tile * kTile, span.pinned ? 0 : ring.pinned);
@@ -207,7 +215,10 @@ void Attention::split(Team& team, const Task& row) {
         task.prepare(k_, pinned, m.workspace);
       }
       const std::int64_t state = span * n_head + head * group;
-      attend_span(task, span, m, parts + state, sums + state * width);
+      const auto next_head = static_cast<std::int32_t>((i + 1) / n_spans);
+      const std::uint8_t* next =
+          next_head < row.c.n_head_kv ? row.first_key(next_head, (i + 1) % n_spans) : nullptr;
+      attend_span(task, span, m, next, parts + state, sums + state * width);
     }
     team.barrier();
     for (std::int64_t h = thread; h < n_head; h += team.size()) {
@@ -227,12 +238,13 @@ void Attention::whole_block(const Task& t, const Memory& m) const {
   const Spans spans = t.spans();
   for (std::int64_t i = 0; i < spans.count(); ++i) {
     const bool pinned = spans[i].pinned;
+    const std::uint8_t* next = i + 1 < spans.count() ? t.first_key(t.head, i + 1) : nullptr;
     if (i == 0 || pinned != spans[i - 1].pinned) t.prepare(k_, pinned, m.workspace);
     if (i == 0) {
-      attend_span(t, i, m, m.parts, m.sums);
+      attend_span(t, i, m, next, m.parts, m.sums);
       continue;
     }
-    attend_span(t, i, m, m.next, m.next_sums);
+    attend_span(t, i, m, next, m.next, m.next_sums);
     for (std::int32_t j = 0; j < n; ++j) {
       if (m.seen[j].begin == m.seen[j].end) continue;
       if (m.parts[j].total == 0.0f) {  // its first

@@ -33,8 +33,8 @@ class Attention {
   struct Memory;  // of one thread
 
   Memory memory(int thread, std::int32_t n);
-  void attend_span(const Task& t, std::int64_t index, const Memory& memory, Partial* parts,
-                   float* sums) const;
+  void attend_span(const Task& t, std::int64_t index, const Memory& memory, const std::uint8_t* next_keys,
+                   Partial* parts, float* sums) const;
   void split(Team& team, const Task& row);
   void whole(Team& team, const Task& step, std::int32_t n_tokens);
   void whole_block(const Task& t, const Memory& memory) const;

@@ -16,19 +16,17 @@ void attend_span(const SpanArgs& a, float* memory, Partial* parts, float* sums) 
   const bool on_tiles = a.k.format == KvFormat::Int8 || a.v.format == KvFormat::Int8;
   if (on_tiles) DigitTiles(a.n).configure();
 #endif
-  for (std::int32_t tile = begin; tile < end; ++tile) {
-    if (a.n <= kBlock) {
-      fetch_tile(a, a.k, tile + kTilesAhead);
-      fetch_tile(a, a.v, tile);
-    }
-    score_tile(a, w, tile);
-  }
+  // While scores are made the values come, and during the sums over them the keys of the next span.
+  const auto v_bytes = a.head_dim * static_cast<std::int64_t>(element_bytes(a.v.format));
+  const bool few = a.n <= kBlock;
+  Ahead values(few ? a.v.data + a.slot * v_bytes : nullptr), keys(few ? a.next_keys : nullptr);
+  for (std::int32_t tile = begin; tile < end; ++tile) score_tile(a, w, tile, values);
   const Range filled{begin * kTile, end * kTile};
   for (std::int32_t i = 0; i < a.n; ++i) {
     parts[i] = softmax(w.scores + static_cast<std::int64_t>(i) * kSpan, a.seen[i], filled);
   }
   std::memset(sums, 0, static_cast<std::size_t>(a.n * w.width) * sizeof(float));
-  for (std::int32_t tile = begin; tile < end; ++tile) weigh_tile(a, w, tile, sums);
+  for (std::int32_t tile = begin; tile < end; ++tile) weigh_tile(a, w, tile, sums, keys);
 #if defined(__AMX_INT8__)
   if (on_tiles) _tile_release();
 #endif

@@ -13,12 +13,13 @@ namespace {
 
 // Keys of 32-bit elements (INT8: four codes) to staged [elements][kTile].
 template <class Rows>
-void stage_keys_32(Rows rows, Range vectors, std::int64_t row_bytes, float* staged) {
+void stage_keys_32(Rows rows, Range vectors, std::int64_t row_bytes, float* staged, Ahead& ahead) {
   auto* out = reinterpret_cast<std::uint32_t*>(staged);
   for (int v = vectors.begin; v < vectors.end; ++v) {
     const Rows sixteen = rows.from(v * kLanes);
     std::int64_t at = 0;
     for (; at + 64 <= row_bytes; at += 64) {
+      ahead.fetch(kLanes * 64);
       transpose(sixteen, static_cast<std::size_t>(at), out + at / 4 * kTile + v * kLanes, kTile);
     }
     if (at == row_bytes) continue;
@@ -30,12 +31,13 @@ void stage_keys_32(Rows rows, Range vectors, std::int64_t row_bytes, float* stag
 #if defined(__AVX512F__)
 // Keys of 16-bit elements to staged [elements][kTile], first as they are.
 template <class Rows>
-void stage_keys_16(Rows rows, Range vectors, std::int64_t row_bytes, float* staged) {
+void stage_keys_16(Rows rows, Range vectors, std::int64_t row_bytes, float* staged, Ahead& ahead) {
   auto* out = reinterpret_cast<std::uint16_t*>(staged);
   for (int v = vectors.begin / 2 * 2; v < vectors.end; v += 2) {
     const Rows thirty_two = rows.from(v * kLanes);
     std::int64_t at = 0;
     for (; at + 32 <= row_bytes; at += 32) {
+      ahead.fetch(2 * kLanes * 32);
       transpose_u16(thirty_two, static_cast<std::size_t>(at), out + at / 2 * kTile + v * kLanes, kTile);
     }
     if (at == row_bytes) continue;
@@ -53,10 +55,11 @@ void widen_staged(float* staged, std::int64_t elements) {
 using StagedF16 = ElementF16;
 #else
 template <class Rows>
-void stage_keys_16(Rows rows, Range vectors, std::int64_t row_bytes, float* staged) {
+void stage_keys_16(Rows rows, Range vectors, std::int64_t row_bytes, float* staged, Ahead& ahead) {
   auto* out = reinterpret_cast<std::uint32_t*>(staged);
   for (int v = vectors.begin; v < vectors.end; ++v) {
     for (std::int64_t at = 0; at < row_bytes; at += 32) {
+      ahead.fetch(kLanes * 32);
       const std::int64_t left = row_bytes - at;
       float wide[kLanes][kLanes];
       for (int i = 0; i < kLanes; ++i) {
@@ -186,7 +189,7 @@ void score_codes(const SpanArgs& a, const Workspace& w, const float (&scales)[kT
 }
 
 // Scores of all queries in one tile; those of positions that a query does not see are left undefined.
-void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile) {
+void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, Ahead& ahead) {
   const Slots slots(a, tile);
   const std::int64_t row_bytes = a.head_dim * static_cast<std::int64_t>(element_bytes(a.k.format));
   const Range vectors = seen_vectors(a.all, tile);
@@ -199,7 +202,7 @@ void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile) {
   if (a.k.format == KvFormat::Int8) {
     float scales[kTile];
     load_scales(a.k, slots, scales);
-    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged); });
+    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged, ahead); });
 #if defined(__AMX_INT8__)
     score_codes_on_tiles(a, w, scales, tile);
 #else
@@ -210,9 +213,9 @@ void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile) {
     return;
   }
   if (a.k.format == KvFormat::F32) {
-    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged); });
+    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged, ahead); });
   } else {
-    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_16(rows, vectors, row_bytes, w.staged); });
+    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_16(rows, vectors, row_bytes, w.staged, ahead); });
     if (a.n <= kBlock) {  // each is read once
       return each([&](auto count, std::int32_t first, Range v) {
         score_floats<count.value, StagedF16>(a, w, first, tile, v);

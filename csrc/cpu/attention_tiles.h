@@ -187,19 +187,21 @@ void load_scales(const kv::Rows& rows, const Slots& slots, float (&scales)[kTile
   }
 }
 
-constexpr std::int32_t kTilesAhead = 2;
+// Rows that the second-level cache is asked for, a few lines at a time between the work on other rows: one
+// query makes so little use of a row that memory would be waited for, and so many requests at once would wait
+// for each other. Rows behind the plane are never looked at.
+struct Ahead {
+  std::uintptr_t at;  // 0: nothing is asked for
 
-// Asks the second-level cache for a tile's rows, of which a single query makes so little use that memory
-// would be waited for. Rows behind the plane are never looked at.
-void fetch_tile(const SpanArgs& a, const kv::Rows& rows, std::int32_t tile) {
-  const std::int64_t bytes = a.head_dim * static_cast<std::int64_t>(element_bytes(rows.format));
-  const std::int32_t p = tile * kTile > a.all.begin ? tile * kTile : a.all.begin;
-  const std::int64_t slot = p + (p < a.wrap || p >= a.all.end ? a.slot - a.all.begin : a.wrapped - a.wrap);
-  const auto first = reinterpret_cast<std::uintptr_t>(rows.data) + static_cast<std::uintptr_t>(slot * bytes);
-  for (std::uintptr_t at = 0; at < static_cast<std::uintptr_t>(kTile * bytes); at += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(first + at), 0, 2);
+  explicit Ahead(const std::uint8_t* first) : at(reinterpret_cast<std::uintptr_t>(first)) {}
+
+  // While as many bytes of the other rows are worked on.
+  void fetch(std::int64_t bytes) {
+    if (at == 0) return;
+    const std::uintptr_t end = at + static_cast<std::uintptr_t>(bytes);
+    for (; at < end; at += 64) __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 2);
   }
-}
+};
 
 // Columns of N rows from byte `at` on, padded with zeros.
 template <int N>

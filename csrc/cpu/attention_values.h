@@ -43,12 +43,13 @@ Partial softmax(float* scores, Range seen, Range filled) {
 // sums [R, width] += weights of R queries times n consecutive rows.
 template <int D, int R, class Element>
 void weigh_floats(const std::uint8_t* row, std::int64_t stride, std::int32_t n, const float* weights,
-                  float* sums, std::int64_t width) {
+                  float* sums, std::int64_t width, Ahead& ahead) {
   f32x16 acc[R][D];
   for (int r = 0; r < R; ++r) {
     for (int j = 0; j < D; ++j) acc[r][j] = load(sums + r * width + j * kLanes);
   }
   for (std::int32_t t = 0; t < n; ++t, row += stride) {
+    ahead.fetch(D * kLanes * Element::kBytes);
     f32x16 v[D];
     for (int j = 0; j < D; ++j) v[j] = Element::at(row + j * kLanes * Element::kBytes);
     for (int r = 0; r < R; ++r) {
@@ -63,20 +64,20 @@ void weigh_floats(const std::uint8_t* row, std::int64_t stride, std::int32_t n, 
 
 template <int R, class Element>
 void weigh_rows(const std::uint8_t* row, std::int64_t stride, std::int32_t n, std::int32_t vectors,
-                const float* weights, float* sums, std::int64_t width) {
+                const float* weights, float* sums, std::int64_t width, Ahead& ahead) {
   std::int32_t v = 0;
   for (; v + kElementVectors <= vectors; v += kElementVectors) {
     weigh_floats<kElementVectors, R, Element>(row + v * kLanes * Element::kBytes, stride, n, weights,
-                                              sums + v * kLanes, width);
+                                              sums + v * kLanes, width, ahead);
   }
   for (; v < vectors; ++v) {
     weigh_floats<1, R, Element>(row + v * kLanes * Element::kBytes, stride, n, weights, sums + v * kLanes,
-                                width);
+                                width, ahead);
   }
 }
 
 template <class Element>
-void weigh_stored(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums) {
+void weigh_stored(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums, Ahead& ahead) {
   const std::int64_t stride = a.head_dim * static_cast<std::int64_t>(Element::kBytes);
   in_blocks(a.n, [&](auto count, std::int32_t first) {
     const Range seen = cut(seen_by<count.value>(a.seen + first), tile);
@@ -84,7 +85,7 @@ void weigh_stored(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
       if (begin >= end) return;
       weigh_rows<count.value, Element>(
           a.v.data + (begin + shift) * stride, stride, end - begin, a.head_dim / kLanes,
-          w.scores + static_cast<std::int64_t>(first) * kSpan + begin, sums + first * w.width, w.width);
+          w.scores + static_cast<std::int64_t>(first) * kSpan + begin, sums + first * w.width, w.width, ahead);
     };
     run(seen.begin, seen.end < a.wrap ? seen.end : a.wrap, a.slot - a.all.begin);
     run(seen.begin > a.wrap ? seen.begin : a.wrap, seen.end, a.wrapped - a.wrap);
@@ -93,7 +94,7 @@ void weigh_stored(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
 
 // Through a copy as float32: rows that are no whole vectors, or many queries that read each.
 template <class Element>
-void weigh_staged(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums) {
+void weigh_staged(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums, Ahead& ahead) {
   const Slots slots(a, tile);
   const Range all = cut(a.all, tile);
   const std::int64_t row_bytes = a.head_dim * static_cast<std::int64_t>(Element::kBytes);
@@ -117,7 +118,7 @@ void weigh_staged(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
     weigh_rows<count.value, ElementF32>(reinterpret_cast<const std::uint8_t*>(rows), 4 * w.width,
                                         seen.end - seen.begin, (a.head_dim + kLanes - 1) / kLanes,
                                         w.scores + static_cast<std::int64_t>(first) * kSpan + seen.begin,
-                                        sums + first * w.width, w.width);
+                                        sums + first * w.width, w.width, ahead);
   });
 }
 
@@ -216,7 +217,7 @@ void weigh_codes(const Workspace& w, std::int32_t first, std::int32_t n, std::in
   }
 }
 
-void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums) {
+void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums, Ahead& ahead) {
   const Slots slots(a, tile);
   const Range all = cut(a.all, tile);
   const auto in_fours = [&](Range r) {
@@ -231,6 +232,7 @@ void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
   slots.rows(a.v.data, a.head_dim, [&](auto rows) {
     for (std::int32_t t = staged.begin; t < staged.end; ++t) {
       const auto four = rows.from(4 * t);
+      ahead.fetch(4 * a.head_dim);
       std::int32_t at = 0;
       for (; at + 64 <= a.head_dim; at += 64) {
         interleave(four, static_cast<std::size_t>(at), out + t * w.width + at, kFlip);
@@ -253,16 +255,16 @@ void weigh_int8(const SpanArgs& a, const Workspace& w, std::int32_t tile, float*
 #endif
 }
 
-void weigh_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums) {
+void weigh_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, float* sums, Ahead& ahead) {
   switch (a.v.format) {
     case KvFormat::F32:
-      return a.head_dim % kLanes == 0 ? weigh_stored<ElementF32>(a, w, tile, sums)
-                                      : weigh_staged<ElementF32>(a, w, tile, sums);
+      return a.head_dim % kLanes == 0 ? weigh_stored<ElementF32>(a, w, tile, sums, ahead)
+                                      : weigh_staged<ElementF32>(a, w, tile, sums, ahead);
     case KvFormat::F16:
-      return a.head_dim % kLanes == 0 && a.n <= kBlock ? weigh_stored<ElementF16>(a, w, tile, sums)
-                                                       : weigh_staged<ElementF16>(a, w, tile, sums);
+      return a.head_dim % kLanes == 0 && a.n <= kBlock ? weigh_stored<ElementF16>(a, w, tile, sums, ahead)
+                                                       : weigh_staged<ElementF16>(a, w, tile, sums, ahead);
     case KvFormat::Int8:
-      return weigh_int8(a, w, tile, sums);
+      return weigh_int8(a, w, tile, sums, ahead);
   }
 }
 
