@@ -200,13 +200,13 @@ void Attention::split(Team& team, const Task& row) {
   std::size_t space = std::numeric_limits<std::size_t>::max();
   auto* sums = static_cast<float*>(std::align(64, 1, begin, space));  // [spans, n_head, width]
   auto* parts = reinterpret_cast<Partial*>(sums + n_spans * n_head * width);
-  LocalClaims claims(n_spans * row.c.n_head_kv, 1, team.size());  // a thread's spans follow one another
+  Claims claims(n_spans * row.c.n_head_kv, 1, team.size());  // a thread's spans follow one another
   team.run([&](int thread) {
     const Memory m = memory(thread, group);
     Task task = row;
     bool pinned = false;
     task.head = -1;
-    for (std::int64_t i, end; claims.take(thread, i, end);) {
+    const auto attend = [&](std::int64_t i) {
       const std::int64_t span = i % n_spans;
       const auto head = static_cast<std::int32_t>(i / n_spans);
       if (head != task.head || row.spans()[span].pinned != pinned) {
@@ -219,6 +219,9 @@ void Attention::split(Team& team, const Task& row) {
       const std::uint8_t* next =
           next_head < row.c.n_head_kv ? row.first_key(next_head, (i + 1) % n_spans) : nullptr;
       attend_span(task, span, m, next, parts + state, sums + state * width);
+    };
+    for (std::int64_t begin_at, end; claims.take(thread, begin_at, end);) {
+      for (std::int64_t i = begin_at; i < end; ++i) attend(i);
     }
     team.barrier();
     for (std::int64_t h = thread; h < n_head; h += team.size()) {

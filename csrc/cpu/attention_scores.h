@@ -202,7 +202,8 @@ void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, Ahead&
   if (a.k.format == KvFormat::Int8) {
     float scales[kTile];
     load_scales(a.k, slots, scales);
-    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged, ahead); });
+    slots.rows(a.k.data, row_bytes,
+               [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged, ahead); });
 #if defined(__AMX_INT8__)
     score_codes_on_tiles(a, w, scales, tile);
 #else
@@ -213,9 +214,11 @@ void score_tile(const SpanArgs& a, const Workspace& w, std::int32_t tile, Ahead&
     return;
   }
   if (a.k.format == KvFormat::F32) {
-    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged, ahead); });
+    slots.rows(a.k.data, row_bytes,
+               [&](auto rows) { stage_keys_32(rows, vectors, row_bytes, w.staged, ahead); });
   } else {
-    slots.rows(a.k.data, row_bytes, [&](auto rows) { stage_keys_16(rows, vectors, row_bytes, w.staged, ahead); });
+    slots.rows(a.k.data, row_bytes,
+               [&](auto rows) { stage_keys_16(rows, vectors, row_bytes, w.staged, ahead); });
     if (a.n <= kBlock) {  // each is read once
       return each([&](auto count, std::int32_t first, Range v) {
         score_floats<count.value, StagedF16>(a, w, first, tile, v);

@@ -83,9 +83,10 @@ void weigh_stored(const SpanArgs& a, const Workspace& w, std::int32_t tile, floa
     const Range seen = cut(seen_by<count.value>(a.seen + first), tile);
     const auto run = [&](std::int32_t begin, std::int32_t end, std::int64_t shift) {
       if (begin >= end) return;
-      weigh_rows<count.value, Element>(
-          a.v.data + (begin + shift) * stride, stride, end - begin, a.head_dim / kLanes,
-          w.scores + static_cast<std::int64_t>(first) * kSpan + begin, sums + first * w.width, w.width, ahead);
+      weigh_rows<count.value, Element>(a.v.data + (begin + shift) * stride, stride, end - begin,
+                                       a.head_dim / kLanes,
+                                       w.scores + static_cast<std::int64_t>(first) * kSpan + begin,
+                                       sums + first * w.width, w.width, ahead);
     };
     run(seen.begin, seen.end < a.wrap ? seen.end : a.wrap, a.slot - a.all.begin);
     run(seen.begin > a.wrap ? seen.begin : a.wrap, seen.end, a.wrapped - a.wrap);

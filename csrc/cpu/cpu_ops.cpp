@@ -18,7 +18,7 @@
 namespace ringlm {
 namespace {
 
-using cpu::LocalClaims;
+using cpu::Claims;
 using cpu::MatrixView;
 
 const std::uint8_t* u8(const std::byte* p) { return reinterpret_cast<const std::uint8_t*>(p); }
@@ -108,7 +108,7 @@ class CpuOps final : public Ops {
   void norm_qkv(const Config& c, const LayerWeights& w, const Step& s) override {
     const Product products[] = {product(w.q, w.q_bias, s.a.q), product(w.k, w.k_bias, s.a.k),
                                 product(w.v, w.v_bias, s.a.v)};
-    LocalClaims claims = claims_of(products, s.rows.size());
+    Claims claims = claims_of(products, s.rows.size());
     team_.run([&](int thread) {
       const Input x = normed(c, w.attn_norm, s, products, thread);
       for (std::int64_t begin, end; claims.take(thread, begin, end);)
@@ -180,7 +180,7 @@ class CpuOps final : public Ops {
     const Product gate[] = {product(w.gate, w.gate_bias, s.a.gate)};
     const Product up[] = {product(w.up, w.up_bias, s.a.up)};
     const Product both[] = {gate[0], up[0]};
-    LocalClaims claims = claims_of(gate, s.rows.size());
+    Claims claims = claims_of(gate, s.rows.size());
     team_.run([&](int thread) {
       const Input x = normed(c, w.ffn_norm, s, both, thread);
       for (std::int64_t begin, end; claims.take(thread, begin, end);) {
@@ -249,7 +249,7 @@ class CpuOps final : public Ops {
     w.for_each_matrix([&](const Matrix& matrix) {
       MatrixView& m = matrices_[matrix.index];
       if (!cpu::can_pack(m.type)) return;  // it stays in the file
-      LocalClaims claims(m.groups(), 16, team_.size());
+      Claims claims(m.groups(), 16, team_.size());
       team_.run([&](int thread) {
         for (std::int64_t begin, end; claims.take(thread, begin, end);) {
           cpu::pack(m, m.data, static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end), out);
@@ -270,8 +270,8 @@ class CpuOps final : public Ops {
 
   // Groups of rows that a thread takes at a time: enough for a stream of memory, few enough that threads end
   // together.
-  LocalClaims claims_of(std::span<const Product> products, std::size_t M) const {
-    constexpr std::size_t bytes = 24 << 10;
+  Claims claims_of(std::span<const Product> products, std::size_t M) const {
+    constexpr std::size_t bytes = 12 << 10;
     std::int64_t groups = 0;
     for (const Product& p : products) groups += p.w->groups();
     const std::size_t grain = M == 1 ? bytes / products[0].w->group_bytes() : 1;
@@ -325,7 +325,7 @@ class CpuOps final : public Ops {
 
   void multiply_all(std::span<const Product> products, std::span<const float> x, std::size_t M,
                     const Step& s) {
-    LocalClaims claims = claims_of(products, M);
+    Claims claims = claims_of(products, M);
     team_.run([&](int thread) {
       const Input in = input(x, M, s, products, thread);
       for (std::int64_t begin, end; claims.take(thread, begin, end);)

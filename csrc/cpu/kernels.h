@@ -81,12 +81,12 @@ struct SpanArgs {
   std::int32_t head_dim;
   float scale;
   kv::Rows k, v;
-  Range all;             // what any query sees: not empty
-  const Range* seen;     // [n] what each query sees
-  std::int64_t slot;     // of position all.begin
-  std::int32_t wrap;     // the first position behind the wrap; all.end where there is none
-  std::int64_t wrapped;  // its slot
-  const float* offsets;  // [kSpan / kTile, n] added to the products q k in each tile; or null
+  Range all;                      // what any query sees: not empty
+  const Range* seen;              // [n] what each query sees
+  std::int64_t slot;              // of position all.begin
+  std::int32_t wrap;              // the first position behind the wrap; all.end where there is none
+  std::int64_t wrapped;           // its slot
+  const float* offsets;           // [kSpan / kTile, n] added to the products q k in each tile; or null
   const std::uint8_t* next_keys;  // the row of keys that this thread reads next, to be fetched; or null
 };
 

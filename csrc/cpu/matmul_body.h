@@ -56,7 +56,8 @@ void quantize(const float* x, std::int32_t n, std::byte* y, std::int64_t token, 
   for (std::int32_t i = 0; i < n; i += kActBlock, tile = tile.block(1)) {
     ActDigits& digits = tile.digits()[place];
     ActSums& sums = tile.sums()[place];
-    // What fills the last tile up is zero: numbers that happen to lie there can be slow, as subnormal ones are.
+    // What fills the last tile up is zero: numbers that happen to lie there can be slow, as subnormal ones
+    // are.
     const std::int64_t end = token + 1 == n_tokens ? tile.tokens : 0;
     for (std::int64_t t = place + 1; t < end; ++t) tile.sums()[t] = {};
     const f32x16 a = load(x + i), b = load(x + i + kLanes);

@@ -32,54 +32,43 @@ constexpr Share share(std::int64_t n, int i, int count) { return {n * i / count,
 
 constexpr std::size_t kCacheLine = 64;
 
-// Hands out n items, `grain` at a time, to whichever thread asks: a thread that was kept from its core then
-// holds up the others by one grain at most. Lives on the stack of the caller of Team::run(), one per loop;
-// all threads pass the same n and grain.
+// Hands out n items, a piece at a time, to whichever thread asks. Thread i begins with its own
+// share(n, i, count), so that it reads the same part of the weights in every step and meets nobody: half of
+// what is left of it at a time, since taking a piece costs as much as a kilobyte of weights. Then it helps
+// the thread that has most left, `grain` items at a time. Lives on the stack of the caller of Team::run().
 //
-//   Claims claims;
-//   team.run([&](int) {
-//     for (std::int64_t begin, end; claims.take(n, grain, begin, end);) work(begin, end);
+//   Claims claims(n, grain, team.size());
+//   team.run([&](int thread) {
+//     for (std::int64_t begin, end; claims.take(thread, begin, end);) work(begin, end);
 //   });
 class Claims {
  public:
-  bool take(std::int64_t n, std::int64_t grain, std::int64_t& begin, std::int64_t& end) {
-    begin = next_.fetch_add(grain, std::memory_order_relaxed);
-    if (begin >= n) return false;
-    end = std::min(begin + grain, n);
-    return true;
-  }
-
- private:
-  alignas(kCacheLine) std::atomic<std::int64_t> next_{0};
-};
-
-// The same, but thread i begins with its own share(n, i, count), so that it reads the same part of the
-// weights in every step and meets nobody; then it helps the thread that has most left.
-class LocalClaims {
- public:
-  LocalClaims(std::int64_t n, std::int64_t grain, int count)
+  Claims(std::int64_t n, std::int64_t grain, int count)
       : n_(n), grain_(grain), parts_(std::min(count, kMostParts)) {
     for (int p = 0; p < parts_; ++p) next_[part(p)].value.store(share(n, p, parts_).begin, relaxed);
   }
 
   bool take(int thread, std::int64_t& begin, std::int64_t& end) {
-    for (int p = thread % parts_;;) {
-      const std::int64_t last = share(n_, p, parts_).end;
-      if (next_[part(p)].value.load(relaxed) < last) {
-        begin = next_[part(p)].value.fetch_add(grain_, relaxed);
-        end = std::min(begin + grain_, last);
+    const int own = thread % parts_;
+    for (int p = own;;) {
+      if (const std::int64_t n = left(p); n > 0) {
+        const std::int64_t piece = p == own ? std::max(grain_, n / 2) : grain_;
+        const std::int64_t last = share(n_, p, parts_).end;
+        begin = next_[part(p)].value.fetch_add(piece, relaxed);
+        end = std::min(begin + piece, last);
         if (begin < last) return true;
       }
       std::int64_t most = 0;
       for (int other = 0; other < parts_; ++other) {
-        const std::int64_t left = share(n_, other, parts_).end - next_[part(other)].value.load(relaxed);
-        if (left > most) most = left, p = other;
+        if (const std::int64_t n = left(other); n > most) most = n, p = other;
       }
       if (most == 0) return false;
     }
   }
 
  private:
+  std::int64_t left(int p) const { return share(n_, p, parts_).end - next_[part(p)].value.load(relaxed); }
+
   static constexpr int kMostParts = 64;  // threads beyond share one
   static constexpr auto relaxed = std::memory_order_relaxed;
   static constexpr std::size_t part(int p) { return static_cast<std::size_t>(p); }

@@ -68,8 +68,8 @@ TEST_CASE("attention reads every half exactly") {
         const kv::Rows values{KvFormat::F16, reinterpret_cast<std::uint8_t*>(value.data()), nullptr};
         const cpu::Range one{0, 1};
         k.prepare_queries({q.data(), 0, 1, 1, d, 1.0f, KvFormat::F16}, workspace.data());
-        k.attend_span({1, d, 1.0f, keys, values, one, &one, 0, 1, 0, nullptr, nullptr}, workspace.data(), &part,
-                      sum.data());
+        k.attend_span({1, d, 1.0f, keys, values, one, &one, 0, 1, 0, nullptr, nullptr}, workspace.data(),
+                      &part, sum.data());
         k.finish(part, sum.data(), out.data(), d);
         for (std::uint32_t i = 0; i < value.size(); ++i) {
           const double expected = half_value(value[i]);
@@ -254,10 +254,18 @@ struct Attention {
         added.insert(added.end(), offsets.begin() + first_token * group,
                      offsets.begin() + first_token * group + queries);
       }
-      const cpu::SpanArgs args{queries,     d,           scale,
-                               keys,        values,      all,
-                               seen.data(), slot,        std::min(all.end, all.begin + n - slot),
-                               0,           added.data(), nullptr};
+      const cpu::SpanArgs args{queries,
+                               d,
+                               scale,
+                               keys,
+                               values,
+                               all,
+                               seen.data(),
+                               slot,
+                               std::min(all.end, all.begin + n - slot),
+                               0,
+                               added.data(),
+                               nullptr};
       kernels.attend_span(args, workspace.data(), next.data(), next_sums.data());
       for (std::int32_t i = 0; i < queries; ++i) {
         float *into = &sums[size(i * width)], *from = &next_sums[size(i * width)];

@@ -139,65 +139,62 @@ TEST_CASE("shares cover everything once, in order") {
   }
 }
 
-TEST_CASE("claims hand out every item once, in pieces of the grain") {
-  for (const int count : {1, 2, 3, 5, 70}) {  // 70: more threads than LocalClaims has parts
+TEST_CASE("claims hand out every item once") {
+  for (const int count : {1, 2, 3, 5, 70}) {  // 70: more threads than Claims has parts
     Team team(count);
     for (const std::int64_t n : {0, 1, 7, 64, 1000}) {
       for (const std::int64_t grain : {1, 3, 16, 5000}) {
         CAPTURE(count);
         CAPTURE(n);
         CAPTURE(grain);
-        std::vector<int> shared(static_cast<std::size_t>(n)), local(static_cast<std::size_t>(n));
+        std::vector<int> done(static_cast<std::size_t>(n));
         std::atomic<int> wrong{0};
-        const auto mark = [&](std::vector<int>& done, std::int64_t begin, std::int64_t end) {
-          wrong += begin < 0 || begin >= end || end > n || end - begin > grain;
-          for (std::int64_t i = begin; i < end; ++i) ++done[static_cast<std::size_t>(i)];
-        };
-        cpu::Claims claims;
-        cpu::LocalClaims local_claims(n, grain, count);
+        cpu::Claims claims(n, grain, count);
         team.run([&](int thread) {
-          for (std::int64_t begin, end; claims.take(n, grain, begin, end);) mark(shared, begin, end);
-          for (std::int64_t begin, end; local_claims.take(thread, begin, end);) mark(local, begin, end);
+          for (std::int64_t begin, end; claims.take(thread, begin, end);) {
+            wrong += begin < 0 || begin >= end || end > n;
+            for (std::int64_t i = begin; i < end; ++i) ++done[static_cast<std::size_t>(i)];
+          }
           std::int64_t begin, end;
-          wrong += claims.take(n, grain, begin, end) || local_claims.take(thread, begin, end);
+          wrong += claims.take(thread, begin, end);
         });
         CHECK(wrong == 0);
-        CHECK(std::all_of(shared.begin(), shared.end(), [](int times) { return times == 1; }));
-        CHECK(std::all_of(local.begin(), local.end(), [](int times) { return times == 1; }));
+        CHECK(std::all_of(done.begin(), done.end(), [](int times) { return times == 1; }));
       }
     }
   }
 }
 
-TEST_CASE("a thread takes its own share first, then helps whoever has most left") {
-  cpu::LocalClaims claims(100, 10, 4);  // shares of 25
-  std::int64_t begin = 0, end = 0;
-  for (const std::int64_t expected : {25, 35, 45}) {
-    REQUIRE(claims.take(1, begin, end));
-    CHECK(begin == expected);
-    CHECK(end == std::min<std::int64_t>(expected + 10, 50));
-  }
-  REQUIRE(claims.take(0, begin, end));
-  CHECK(begin == 0);
-  REQUIRE(claims.take(2, begin, end));
-  CHECK(begin == 50);
-  REQUIRE(claims.take(1, begin, end));  // its own is done; 15, 15 and 25 are left
-  CHECK(begin == 75);
+TEST_CASE("a thread takes its own share by halves, then helps whoever has most left, by grains") {
+  cpu::Claims claims(100, 5, 4);  // shares of 25
+  const auto take = [&](int thread, std::int64_t expected_begin, std::int64_t expected_end) {
+    std::int64_t begin = 0, end = 0;
+    REQUIRE(claims.take(thread, begin, end));
+    CHECK(begin == expected_begin);
+    CHECK(end == expected_end);
+  };
+  take(1, 25, 37);
+  take(1, 37, 43);
+  take(1, 43, 48);
+  take(1, 48, 50);
+  take(0, 0, 12);
+  take(2, 50, 62);
+  take(1, 75, 80);  // its own is done; 13, 13 and 25 are left
 }
 
 TEST_CASE("thousands of runs with barriers and claims") {
   Team team(4);
   std::int64_t total = 0;
   for (std::int64_t i = 0; i < 4000; ++i) {
-    cpu::Claims first, second;
+    cpu::Claims first(16, 1, 4), second(16, 4, 4);
     std::array<std::int64_t, 16> squares{};
     std::atomic<std::int64_t> sum{0};
-    team.run([&](int) {
-      for (std::int64_t begin, end; first.take(16, 1, begin, end);) {
-        squares[static_cast<std::size_t>(begin)] = i + begin * begin;
+    team.run([&](int thread) {
+      for (std::int64_t begin, end; first.take(thread, begin, end);) {
+        for (auto k = begin; k < end; ++k) squares[static_cast<std::size_t>(k)] = i + k * k;
       }
       team.barrier();
-      for (std::int64_t begin, end; second.take(16, 4, begin, end);) {
+      for (std::int64_t begin, end; second.take(thread, begin, end);) {
         for (auto k = begin; k < end; ++k) sum += squares[static_cast<std::size_t>(15 - k)];
       }
     });
