@@ -14,6 +14,8 @@
 
 namespace ringlm::cpu {
 
+// Functions here are static, since kernels call them: see kernels_body.h.
+
 using kv::kTile;
 
 // 32 columns of a token's activations in 16 bits: x = scale q, |q| <= kActLargest. Eight bits would be enough
@@ -32,9 +34,9 @@ struct alignas(32) ActSums {
 // Tokens come in tiles: of one in a step of one token, else of 16, the last one filled up. A tile has for
 // every 32 columns the digits of its tokens and then their sums.
 constexpr std::int32_t kActTile = 16;
-constexpr std::int32_t act_tile(std::int64_t n_tokens) { return n_tokens == 1 ? 1 : kActTile; }
+static constexpr std::int32_t act_tile(std::int64_t n_tokens) { return n_tokens == 1 ? 1 : kActTile; }
 constexpr std::size_t kActBytes = sizeof(ActDigits) + sizeof(ActSums);  // of 32 columns of a token
-constexpr std::size_t act_bytes(std::int32_t cols, std::int64_t n_tokens) {
+static constexpr std::size_t act_bytes(std::int32_t cols, std::int64_t n_tokens) {
   const std::int64_t tile = act_tile(n_tokens), tokens = (n_tokens + tile - 1) / tile * tile;
   return static_cast<std::size_t>(tokens * (cols / kActBlock)) * kActBytes;
 }
@@ -56,7 +58,7 @@ struct MatmulArgs {
 constexpr std::int32_t kSpan = 4 * kTile;
 
 // Floats of a sum over values: head_dim, in whole pieces of 64.
-constexpr std::int32_t state_width(std::int32_t head_dim) { return (head_dim + 63) / 64 * 64; }
+static constexpr std::int32_t state_width(std::int32_t head_dim) { return (head_dim + 63) / 64 * 64; }
 
 // A block of queries that read the same keys: the heads of one group, of consecutive tokens.
 struct QueryArgs {
@@ -140,25 +142,25 @@ struct Kernels {
 };
 
 // A group of rows taken apart for many tokens: a byte a code, and two scales and minima for 32 columns.
-constexpr std::size_t staged_bytes(std::int32_t cols) {
+static constexpr std::size_t staged_bytes(std::int32_t cols) {
   return static_cast<std::size_t>(cols / kActBlock) * kGroup * (kActBlock + 4 * sizeof(float));
 }
 
 constexpr std::int32_t kRowTile = 4;  // weight rows that a matmul turns into float32 at a time
 
-constexpr std::size_t matmul_scratch(std::int32_t cols) {
+static constexpr std::size_t matmul_scratch(std::int32_t cols) {
   return std::size_t{kRowTile} * static_cast<std::size_t>(cols);
 }
 
 // Queries and a tile of keys or values; per query the scores of a span, the weights of a tile as bytes, and
 // four numbers.
-constexpr std::size_t workspace_floats(std::int32_t head_dim, std::int32_t n) {
+static constexpr std::size_t workspace_floats(std::int32_t head_dim, std::int32_t n) {
   const auto width = static_cast<std::size_t>(state_width(head_dim)), queries = static_cast<std::size_t>(n);
   const std::size_t floats = (queries + kTile) * width + queries * (kSpan + kTile * 3 / 4 + 4);
   return (floats + 15) / 16 * 16;
 }
 
-// Blocks with a Paley matrix, up to a size, are multiplied out. (static: see kernels_body.h)
+// Blocks with a Paley matrix, up to a size, are multiplied out.
 constexpr std::int32_t kMostDense = 192;
 static inline bool is_dense(const kv::Rotation& r) {
   const std::int32_t block = r.m * r.width;

@@ -111,8 +111,8 @@ void store_row(const kv::Rows& rows, std::int64_t slot, const float* src, std::i
   }
 }
 
-// What leaves a kernel has to clear the upper halves of the vector registers, or all SSE code after it, which
-// is the rest of the library, waits for them. GCC 12 forgets that behind calls that pass vectors.
+// A kernel clears the upper halves of the vector registers when it ends, or all SSE code after it, which is
+// the rest of the library, waits for them. GCC 12 forgets that behind calls that pass vectors.
 template <auto f>
 struct Entry;
 template <class... Args, void (*f)(Args...)>

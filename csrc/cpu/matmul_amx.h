@@ -44,8 +44,7 @@ struct alignas(64) TileSums {
 // tiles are at a product, the vectors scale the one before: a processor that reads instructions in order
 // finds both only if they are mixed.
 template <int Scales, bool Minima>
-void amx_sums(const StagedBlock* block, std::int32_t cols, Tile x, f32x16 (&out)[kActTile]) {
-  f32x16 acc[kActTile];
+void amx_sums(const StagedBlock* block, std::int32_t cols, Tile x, f32x16 (&acc)[kActTile]) {
   unrolled<kActTile>([&](auto t) { acc[t.value] = set1(0.0f); });
   constexpr int words = 8 / Scales;
   const std::int32_t products = cols / kActBlock * Scales;
@@ -85,7 +84,6 @@ void amx_sums(const StagedBlock* block, std::int32_t cols, Tile x, f32x16 (&out)
   step(0, [](auto) {});
   for (std::int32_t n = 1; n < products; ++n) step(n, [&](auto quarter) { scale(n - 1, quarter); });
   unrolled<4>([&](auto quarter) { scale(products - 1, quarter); });
-  unrolled<kActTile>([&](auto t) { out[t.value] = acc[t.value]; });
 }
 
 template <int Scales, bool Minima>
