@@ -189,7 +189,8 @@ void load_scales(const kv::Rows& rows, const Slots& slots, float (&scales)[kTile
 
 // Rows that the second-level cache is asked for, a few lines at a time between the work on other rows: one
 // query makes so little use of a row that memory would be waited for, and so many requests at once would wait
-// for each other. Rows behind the plane are never looked at.
+// for each other. Straight on, past a wrap of the ring or the end of the plane if it comes to that: asking
+// never faults.
 struct Ahead {
   std::uintptr_t at;  // 0: nothing is asked for
 

@@ -268,8 +268,8 @@ class CpuOps final : public Ops {
 
   void rotate(float* head, bool back) const { k_.rotate(rotation_, rotation_tables_.data(), head, back); }
 
-  // Groups of rows that a thread takes at a time: enough for a stream of memory, few enough that threads end
-  // together.
+  // The groups of rows that a thread takes at least, and a helper at a time: some 12 KB of weights for one
+  // token, one group for many.
   Claims claims_of(std::span<const Product> products, std::size_t M) const {
     constexpr std::size_t bytes = 12 << 10;
     std::int64_t groups = 0;

@@ -31,8 +31,8 @@ struct alignas(32) ActSums {
   std::int32_t totals[2];   // sums of q over 16 columns
 };
 
-// Tokens come in tiles: of one in a step of one token, else of 16, the last one filled up. A tile has for
-// every 32 columns the digits of its tokens and then their sums.
+// Tokens come in tiles: of one in a step of one token, else of 16, the last one filled up with tokens whose
+// sums are zero. A tile has for every 32 columns the digits of its tokens and then their sums.
 constexpr std::int32_t kActTile = 16;
 static constexpr std::int32_t act_tile(std::int64_t n_tokens) { return n_tokens == 1 ? 1 : kActTile; }
 constexpr std::size_t kActBytes = sizeof(ActDigits) + sizeof(ActSums);  // of 32 columns of a token
@@ -89,7 +89,7 @@ struct SpanArgs {
   std::int32_t wrap;              // the first position behind the wrap; all.end where there is none
   std::int64_t wrapped;           // its slot
   const float* offsets;           // [kSpan / kTile, n] added to the products q k in each tile; or null
-  const std::uint8_t* next_keys;  // the row of keys that this thread reads next, to be fetched; or null
+  const std::uint8_t* next_keys;  // the row of keys that this thread probably reads next; or null
 };
 
 // The state of a softmax over some tiles, of one query head: out = sum / total.

@@ -40,9 +40,9 @@ struct alignas(64) TileSums {
   std::int32_t high[kActTile][kGroup], low[kActTile][kGroup];
 };
 
-// One staged group times a tile of tokens. A block is one product, or one for each of its scales. While the
-// tiles are at a product, the vectors scale the one before: a processor that reads instructions in order
-// finds both only if they are mixed.
+// One staged group times a tile of tokens. A block is one product, or one for each of its scales. Scaling the
+// product before is mixed with the tile instructions: behind them it would be too far away to run beside
+// them.
 template <int Scales, bool Minima>
 void amx_sums(const StagedBlock* block, std::int32_t cols, Tile x, f32x16 (&acc)[kActTile]) {
   unrolled<kActTile>([&](auto t) { acc[t.value] = set1(0.0f); });

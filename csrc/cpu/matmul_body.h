@@ -56,8 +56,8 @@ void quantize(const float* x, std::int32_t n, std::byte* y, std::int64_t token, 
   for (std::int32_t i = 0; i < n; i += kActBlock, tile = tile.block(1)) {
     ActDigits& digits = tile.digits()[place];
     ActSums& sums = tile.sums()[place];
-    // What fills the last tile up is zero: numbers that happen to lie there can be slow, as subnormal ones
-    // are.
+    // The sums of the tokens that fill the last tile up are zero, so that their digits come to nothing,
+    // whatever they are: scales that happen to lie there could be subnormal, and slow.
     const std::int64_t end = token + 1 == n_tokens ? tile.tokens : 0;
     for (std::int64_t t = place + 1; t < end; ++t) tile.sums()[t] = {};
     const f32x16 a = load(x + i), b = load(x + i + kLanes);
@@ -68,7 +68,7 @@ void quantize(const float* x, std::int32_t n, std::byte* y, std::int64_t token, 
       sums = {nan, nan, {nan, nan}, {}};
       continue;
     }
-    // Below that the inverse would overflow; such a block is nothing beside any other.
+    // Such a block is nothing beside any other, and not far below that the inverse would overflow.
     const bool none = largest < 1e-30f;
     const float scale = none ? 0.0f : largest * (1.0f / kActLargest);
     const f32x16 inverse = set1(none ? 0.0f : kActLargest / largest);
@@ -300,16 +300,17 @@ void float_groups(const MatmulArgs& a, std::int32_t group, std::int32_t token) {
 
 template <class W>
 void float_matmul(const MatmulArgs& a, std::int32_t begin, std::int32_t end) {
-  std::int32_t token = 0;
-  if constexpr (kTokens > 1) {
-    for (; token + kTokens <= a.n_tokens; token += kTokens) {
-      for (std::int32_t group = begin; group < end; ++group) float_groups<W, 1, kTokens>(a, group, token);
-    }
+  const std::int32_t whole = kTokens > 1 ? a.n_tokens / kTokens * kTokens : 0;
+  for (std::int32_t group = begin; group < end; ++group) {
+    for (std::int32_t token = 0; token < whole; token += kTokens)
+      float_groups<W, 1, kTokens>(a, group, token);
   }
-  for (; token < a.n_tokens; ++token) {
-    std::int32_t group = begin;
-    for (; group + 4 <= end; group += 4) float_groups<W, 4, 1>(a, group, token);
-    for (; group < end; ++group) float_groups<W, 1, 1>(a, group, token);
+  std::int32_t group = begin;
+  for (; group + 4 <= end; group += 4) {
+    for (std::int32_t token = whole; token < a.n_tokens; ++token) float_groups<W, 4, 1>(a, group, token);
+  }
+  for (; group < end; ++group) {
+    for (std::int32_t token = whole; token < a.n_tokens; ++token) float_groups<W, 1, 1>(a, group, token);
   }
 }
 
