@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ringlm.errors import FileFormatError, InvalidArgument, UnsupportedModelError
+from ringlm.rewrite import Progress
 
 from .checkpoint import Checkpoint
 from .config import Config
 from .families import FAMILIES, Family, sizes
-from .plan import FourBit, Planner, describe
+from .four_bit import FourBit, reader_for
+from .plan import Planner, describe
 from .rope import Factors, Metadata, parameters, rope
-from .write import Progress, write
+from .write import write
 
 __all__ = ["TYPES", "Conversion", "Progress", "convert"]
 
@@ -37,25 +38,22 @@ def convert(
     type: str = "f16",
     *,
     tokenizer: bool = True,
-    force: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert the checkpoint in ``folder`` to the GGUF file ``target``.
+    """Convert the checkpoint in ``folder`` to the GGUF file ``target``, which is replaced if it is there.
 
-    ``type`` is that of the matrices: f32, f16, q8_0, q4_0 or q4_1. ``tokenizer=False`` leaves the vocabulary out.
-    Raises InvalidArgument for another type or a target that exists (unless ``force``), UnsupportedModelError for an
-    architecture or a feature that has no GGUF form, FileFormatError for a checkpoint that contradicts itself,
-    NumericError for numbers that do not fit the type, OSError. A failed or interrupted conversion leaves no file.
+    ``type`` is that of the matrices: f32, f16, q8_0, q4_0 or q4_1. ``tokenizer=False`` leaves the vocabulary
+    out. The target appears when it is complete; a failed or interrupted conversion leaves nothing.
+
+    Raises InvalidArgument for another type or no folder, UnsupportedModelError for an architecture or a
+    feature that has no GGUF form, FileFormatError for a checkpoint that contradicts itself, NumericError for
+    numbers that do not fit the type, OSError.
     """
     folder, target = Path(folder), Path(target)
     if type not in TYPES:
         raise InvalidArgument(f"type is {type!r}; expected {', '.join(TYPES)}")
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is no folder; expected one with config.json and safetensors")
-    if target.exists() and not force:
-        raise InvalidArgument(f"{target} exists; --force (force=True) replaces it")
-    if not target.parent.is_dir():
-        raise InvalidArgument(f"{target.parent} is no folder; make it first")
     config, family = _family(Config.read(folder))
     found = sizes(config)
     rope_metadata, factors = _rope(config, family, found)
@@ -133,7 +131,4 @@ def _four_bit(config: Config, checkpoint: Checkpoint) -> FourBit | None:
             f"{config.file}: quant_method is {method!r}; supported are awq and gptq. "
             "Convert the model that was not quantized"
         )
-    from .four_bit import reader_for
-
-    reader: FourBit = reader_for(fields, checkpoint.array)
-    return reader
+    return reader_for(fields, checkpoint.array, checkpoint.__contains__)

@@ -1,6 +1,6 @@
 """Tensors of a folder of safetensors files: mapped, checked when opened, read by rows.
 
-The format: a little-endian 64-bit length, that many bytes of JSON (name -> dtype, shape, data_offsets), the data.
+The format: a little-endian 64-bit length, that many bytes of JSON (name -> dtype, shape, data_offsets), data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20  # as the safetensors package has it
 _BF16 = "BF16"
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -45,13 +45,14 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     offset: int  # from the start of the file
-    data: memoryview
+    data: Array  # bytes of the file
 
 
 class Checkpoint(Mapping[str, tuple[int, ...]]):
     """The tensors of a checkpoint: name -> shape.
 
-    Raises FileFormatError where a file contradicts its format, the index its files, or there are none; OSError.
+    Raises FileFormatError where a file contradicts its format, the index its files, or there are none;
+    OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,7 +115,9 @@ class Checkpoint(Mapping[str, tuple[int, ...]]):
 
     def _raw(self, name: str) -> Array:
         e = self._entries[name]
-        return np.frombuffer(e.data, _DTYPES[e.dtype], math.prod(e.shape), e.offset).reshape(e.shape)
+        nbytes = math.prod(e.shape) * _DTYPES[e.dtype].itemsize
+        flat: Array = e.data[e.offset : e.offset + nbytes].view(_DTYPES[e.dtype])
+        return flat.reshape(e.shape)
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,12 @@ def _open(file: Path) -> dict[str, _Entry]:
     size = file.stat().st_size
     if size < 8:
         raise FileFormatError(f"{file}: {size} bytes; a safetensors file has at least 8")
-    data = memoryview(np.memmap(file, np.uint8, "r"))  # type: ignore[arg-type]
-    length = int.from_bytes(data[:8], "little")
+    data: Array = np.memmap(file, np.uint8, "r")
+    length = int.from_bytes(data[:8].tobytes(), "little")
     if length > min(size - 8, _MAX_HEADER):
         raise FileFormatError(f"{file}: a header of {length} bytes in a file of {size}; download it again")
     try:
-        header = json.loads(bytes(data[8 : 8 + length]).decode("utf-8"))
+        header = json.loads(data[8 : 8 + length].tobytes().decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise FileFormatError(f"{file}: the header is not JSON: {e}") from None
     if not isinstance(header, dict):
@@ -180,16 +183,14 @@ def _open(file: Path) -> dict[str, _Entry]:
     }
 
 
-def _entry(file: Path, name: str, value: Any, begin: int, data: memoryview) -> _Entry:
+def _entry(file: Path, name: str, value: Any, begin: int, data: Array) -> _Entry:
     where = f"{file}: {name!r}"
     if not isinstance(value, dict):
         raise FileFormatError(f"{where} is described by a {type(value).__name__}; expected an object")
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if dtype not in _DTYPES:
+    dtype = value.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise FileFormatError(f"{where} has dtype {dtype!r}; known are {', '.join(_DTYPES)}")
-    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**48 for n in numbers):
-            raise FileFormatError(f"{where}: {what} is {numbers!r}; expected a list of sizes")
+    shape, offsets = _sizes(where, value, "shape"), _sizes(where, value, "data_offsets")
     if len(offsets) != 2 or not offsets[0] <= offsets[1] <= len(data) - begin:
         raise FileFormatError(
             f"{where}: bytes {offsets} of {len(data) - begin}; the file is truncated, download it again"
@@ -200,3 +201,10 @@ def _entry(file: Path, name: str, value: Any, begin: int, data: memoryview) -> _
             f"{where}: {offsets[1] - offsets[0]} bytes; {dtype} of shape {shape} takes {expected}"
         )
     return _Entry(file, dtype, tuple(shape), begin + offsets[0], data)
+
+
+def _sizes(where: str, value: dict[str, Any], key: str) -> list[int]:
+    sizes = value.get(key)
+    if not isinstance(sizes, list) or not all(type(n) is int and 0 <= n < 2**48 for n in sizes):
+        raise FileFormatError(f"{where}: {key} is {sizes!r:.80}; expected a list of sizes")
+    return sizes

@@ -1,7 +1,7 @@
 """The architectures of Hugging Face that can be converted, as data: tensors, metadata, defaults.
 
-Names and shapes are those of the checkpoints' config.json and safetensors; GGUF names and keys those of the `gguf`
-package (``gguf.constants``). Shapes are given by the names of ``sizes()``.
+Names and shapes are those of the checkpoints' config.json and safetensors; GGUF names and keys those of the
+`gguf` package (``gguf.constants``). Shapes are given by the names of ``sizes()``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Sizes = Mapping[str, int]
 class Tensor:
     """A tensor of a layer: `hf` (any of these names) becomes `gguf`, both without ``.weight``.
 
-    `shape` names the sizes of rows and columns, or of a vector. `heads` names how many heads the rows make up,
-    where RoPE turns them. `exact` matrices stay float32.
+    `shape` names the sizes of rows and columns, or of a vector. `heads` names how many heads the rows make
+    up, where RoPE turns them. `exact` matrices stay float32.
     """
 
     hf: str | tuple[str, ...]
@@ -57,9 +57,9 @@ def _nothing(config: Config, sizes: Sizes) -> Metadata:
 class Family:
     """One architecture.
 
-    `layer` are the tensors of every layer, `mlp` those of its feed-forward part or the experts. `turned`: rows of Q
-    and K are ordered so that RoPE turns neighbours, for the architectures whose GGUF says so. `norm_offset` is
-    added to the norms' weights. `extra` gives the metadata that only this family has, or refuses the model.
+    `layer` are the tensors of every layer, `mlp` those of its feed-forward part or the experts. `turned`:
+    in the GGUF of this architecture rows of Q and K are ordered so that RoPE turns neighbours. `norm_offset`
+    is added to the norms' weights. `extra` gives the metadata that only this family has, or refuses.
     """
 
     arch: str

@@ -1,7 +1,7 @@
 """What a config says about RoPE, as GGUF metadata and factor tensors.
 
-Formulas: YaRN (arXiv:2309.00071), LongRoPE (arXiv:2402.13753) and the blend of Llama 3.1, each as transformers has
-it; the keys are those of the GGUF specification and of llama.cpp.
+Formulas: YaRN (arXiv:2309.00071), LongRoPE (arXiv:2402.13753) and the blend of Llama 3.1, each as
+transformers has it; the keys are those of the GGUF specification and of llama.cpp.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES = "default, linear, yarn, llama3, longrope"
 
 
 def parameters(config: Config) -> Config:
-    """The rope fields in one place: newer configs have rope_parameters, older ones rope_theta and rope_scaling."""
+    """The RoPE fields in one place: rope_parameters of newer configs, rope_theta and rope_scaling of older."""
     fields: dict[str, Any] = {
         key: config.get(key)
         for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
@@ -69,8 +69,8 @@ def rope(params: Config, n_ctx: int, n_rot: int, may_be_yarn: bool = True) -> tu
         return metadata | long, factors
     if kind == "dynamic":
         warnings.warn(
-            f"{params.file}: dynamic RoPE scaling depends on the length of the text and is left out; the model "
-            "reads up to its trained length, and a longer context can be asked for when it is run",
+            f"{params.file}: dynamic RoPE scaling depends on the length of the text and is left out; the "
+            "model reads up to its trained length, and more can be asked for when it is run",
             stacklevel=2,
         )
         return metadata, {}
@@ -109,7 +109,7 @@ def _yarn(params: Config, n_ctx: int) -> Metadata:
 
 
 def _llama3_factors(params: Config, n_rot: int, theta: float) -> npt.NDArray[np.float32]:
-    """What each frequency is divided by: 1 for short waves, the factor for long ones, between them blended."""
+    """What each frequency is divided by: 1 for short waves, the factor for long ones, blended between."""
     factor, original = params.number("factor"), params.integer("original_max_position_embeddings")
     low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
     if not high > low > 0 or not factor > 0 or not theta > 0:

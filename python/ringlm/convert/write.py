@@ -5,76 +5,61 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
+from gguf.gguf_writer import WriterState
 
-from .plan import Output
-
-Progress = Callable[[int, int], None]  # bytes written so far, of how many
+from ringlm._replace import replacing
+from ringlm.rewrite import NewTensor, Progress
 
 
 def write(
     target: Path,
     arch: str,
-    metadata: dict[str, Any],
-    outputs: Sequence[Output],
+    metadata: Mapping[str, Any],
+    tensors: Sequence[NewTensor],
     progress: Progress | None = None,
 ) -> int:
-    """Write the file and return its size in bytes. Only this much memory is taken: a block of one tensor.
+    """Write the file, whole or not at all, and return its size in bytes. Memory holds one piece of a tensor.
 
-    Metadata keys that begin with ``general.`` or ``tokenizer.`` are whole, the others belong to `arch`. Integers are
-    written as uint32, floats as float32. Raises OSError; nothing of a file that is not whole remains.
+    Metadata keys that begin with ``general.`` or ``tokenizer.`` are whole, the others belong to `arch`.
+    Integers are written as uint32, floats as float32. Raises OSError.
     """
-    total = sum(output.nbytes for output in outputs)
-    folder = target.parent
+    total = sum(t.nbytes for t in tensors)
+    folder = os.path.dirname(os.path.realpath(target))
     free = shutil.disk_usage(folder).free
     if free < total:
-        raise OSError(errno.ENOSPC, f"{total:,} bytes are needed, {free:,} are free", str(folder))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        writer = gguf.GGUFWriter(temporary, arch)
-        try:
-            for key, value in metadata.items():
-                whole = key.startswith(("general.", "tokenizer."))
-                _add(writer, key if whole else f"{arch}.{key}", value)
-            for output in outputs:
-                writer.add_tensor_info(
-                    output.name, output.shape, np.dtype(np.float32), output.nbytes, output.type
-                )
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            assert writer.fout is not None
-            file = writer.fout[0]
-            done = 0
-            writer.write_padding(file, file.tell())
-            for output in outputs:
-                for block in output.blocks():
-                    file.write(np.ascontiguousarray(block).data)
-                    done += block.nbytes
-                    if progress is not None:
-                        progress(done, total)
-                writer.write_padding(file, output.nbytes)
-            assert done == total
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        finally:
-            writer.close()
-        os.replace(temporary, target)
-    except OSError as e:
-        if e.filename in (str(temporary), temporary):  # of no interest: the temporary name
-            e.filename, e.filename2 = str(target), None
-        raise
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-    return size
+        raise OSError(errno.ENOSPC, f"{total:,} bytes are needed, {free:,} are free", str(target))
+    writer = gguf.GGUFWriter(None, arch)
+    for key, value in metadata.items():
+        _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{arch}.{key}", value)
+    for t in tensors:
+        type = gguf.GGMLQuantizationType[t.type]
+        writer.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.nbytes, type)
+    with replacing(str(target), private=False) as file:
+        # The writer opens files by name; this one has its own.
+        writer.fout, writer.state = [cast(BufferedWriter, file)], WriterState.EMPTY
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.write_padding(file, file.tell())
+        done = 0
+        for t in tensors:
+            begin = done
+            for piece in t.pieces():
+                file.write(piece.data)
+                done += piece.nbytes
+                if progress is not None:
+                    progress(done, total, t.name)
+            if done - begin != t.nbytes:
+                raise AssertionError(f"{t.name}: {done - begin} bytes were made, {t.nbytes} announced")
+            writer.write_padding(file, t.nbytes)
+        return file.tell()
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
