@@ -14,7 +14,7 @@ MODELS = ("gpt2", "llama", "t5")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Texts of tokens that end a turn, most specific first. A base model has the last ones only.
-_END_OF_TURN = (
+END_OF_TURN = (
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -27,7 +27,7 @@ _END_OF_TURN = (
     "<｜end▁of▁sentence｜>",  # noqa: RUF001
     "<end_of_utterance>",
 )
-_END_OF_MESSAGE = ("<|eom_id|>",)
+END_OF_MESSAGE = ("<|eom_id|>",)
 # Generation stops there too: tool calls and final answers (harmony), file borders (fill in the middle).
 _END_OTHERS = (
     "<|return|>",
@@ -247,7 +247,7 @@ def _find_ends(tokens: list[str], types: bytes, special: dict[str, int]) -> froz
     for i in _ids_of_type(types, TokenType.CONTROL, TokenType.USER_DEFINED):
         if types[i] == TokenType.CONTROL or tokens[i] not in _END_IF_CONTROL:
             ids.setdefault(tokens[i], i)
-    for name, texts in (("eot", _END_OF_TURN), ("eom", _END_OF_MESSAGE)):
+    for name, texts in (("eot", END_OF_TURN), ("eom", END_OF_MESSAGE)):
         known = [ids[text] for text in texts if text in ids]
         if known:
             special.setdefault(name, known[0])
@@ -262,4 +262,4 @@ def _find_ends(tokens: list[str], types: bytes, special: dict[str, int]) -> froz
 
 
 def _all_ends() -> Sequence[str]:
-    return (*_END_OF_TURN, *_END_OF_MESSAGE, *_END_OTHERS, *_END_IF_CONTROL)
+    return (*END_OF_TURN, *END_OF_MESSAGE, *_END_OTHERS, *_END_IF_CONTROL)

@@ -33,7 +33,7 @@ def names() -> list[str]:
 def build(name: str, seed: int = 0) -> Any:
     """The recipe's model of transformers, every parameter random, norms, biases and routers too.
 
-    The parameters are float32 numbers; it computes in float64 where transformers does not insist on float32."""
+    The parameters are float32 numbers; it computes in float64 where transformers does not ask for float32."""
     import torch
     import transformers
 

@@ -14,6 +14,7 @@ from .families import FAMILIES, Family, sizes
 from .four_bit import FourBit, reader_for
 from .plan import Planner, describe
 from .rope import Factors, Metadata, parameters, rope
+from .tokenizer import tokenizer_metadata
 from .write import write
 
 __all__ = ["TYPES", "Conversion", "Progress", "convert"]
@@ -66,10 +67,12 @@ def convert(
         **rope_metadata,
         **family.extra(config, found),
     }
+    if tokenizer:
+        metadata |= tokenizer_metadata(folder, found["vocab"])
     checkpoint = Checkpoint(folder)
-    outputs = Planner(checkpoint, family, found, type, _four_bit(config, checkpoint)).plan(config, factors)
-    size = write(target, family.arch, metadata, outputs, progress)
-    return Conversion(target, family.arch, len(outputs), size)
+    tensors = Planner(checkpoint, family, found, type, _four_bit(config, checkpoint)).plan(config, factors)
+    size = write(target, family.arch, metadata, tensors, progress)
+    return Conversion(target, family.arch, len(tensors), size)
 
 
 def _family(config: Config) -> tuple[Config, Family]:

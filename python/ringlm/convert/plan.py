@@ -248,8 +248,8 @@ class Planner:
         if left:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise FileFormatError(
-                f"{self._checkpoint.folder}: {self._family.arch} has no place for {', '.join(left[:4])}{more}; "
-                "the checkpoint is not what its config.json says"
+                f"{self._checkpoint.folder}: {self._family.arch} has no place for {', '.join(left[:4])}"
+                f"{more}; is config.json that of another checkpoint?"
             )
 
     def _is_idle(self, name: str) -> bool:

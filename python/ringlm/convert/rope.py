@@ -24,7 +24,7 @@ _TYPES = "default, linear, yarn, llama3, longrope"
 
 
 def parameters(config: Config) -> Config:
-    """The RoPE fields in one place: rope_parameters of newer configs, rope_theta and rope_scaling of older."""
+    """The RoPE fields in one place: from rope_parameters, or rope_theta and rope_scaling."""
     fields: dict[str, Any] = {
         key: config.get(key)
         for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
