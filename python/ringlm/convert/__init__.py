@@ -12,7 +12,7 @@ from .checkpoint import Checkpoint
 from .config import Config
 from .families import FAMILIES, Family, sizes
 from .four_bit import FourBit, reader_for
-from .plan import Planner, describe
+from .plan import Planner, common_metadata
 from .rope import Factors, Metadata, parameters, rope
 from .tokenizer import tokenizer_metadata
 from .write import write
@@ -55,24 +55,42 @@ def convert(
         raise InvalidArgument(f"type is {type!r}; expected {', '.join(TYPES)}")
     if not folder.is_dir():
         raise InvalidArgument(f"{folder} is no folder; expected one with config.json and safetensors")
-    config, family = _family(Config.read(folder))
-    found = sizes(config)
-    rope_metadata, factors = _rope(config, family, found)
+    model = describe(folder)
     metadata: Metadata = {
         "general.type": "model",
         "general.name": folder.resolve().name,
         "general.file_type": TYPES[type],
         "general.quantization_version": 2,
-        **describe(config, family, found),
-        **rope_metadata,
-        **family.extra(config, found),
+        **model.metadata,
     }
     if tokenizer:
-        metadata |= tokenizer_metadata(folder, found["vocab"])
+        metadata |= tokenizer_metadata(folder, model.sizes["vocab"])
     checkpoint = Checkpoint(folder)
-    tensors = Planner(checkpoint, family, found, type, _four_bit(config, checkpoint)).plan(config, factors)
-    size = write(target, family.arch, metadata, tensors, progress)
-    return Conversion(target, family.arch, len(tensors), size)
+    four_bit = _four_bit(model.config, checkpoint)
+    planner = Planner(checkpoint, model.family, model.sizes, type, four_bit)
+    tensors = planner.plan(model.config, model.factors)
+    size = write(target, model.family.arch, metadata, tensors, progress)
+    return Conversion(target, model.family.arch, len(tensors), size)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model as its config.json describes it. Keys of ``metadata`` are without the architecture's name."""
+
+    family: Family
+    config: Config
+    sizes: dict[str, int]
+    metadata: Metadata
+    factors: Factors
+
+
+def describe(folder: Path) -> Description:
+    """Read config.json. Raises FileFormatError, UnsupportedModelError, OSError."""
+    config, family = _family(Config.read(folder))
+    found = sizes(config)
+    rope_metadata, factors = _rope(config, family, found)
+    metadata = {**common_metadata(config, family, found), **rope_metadata, **family.extra(config, found)}
+    return Description(family, config, found, metadata, factors)
 
 
 def _family(config: Config) -> tuple[Config, Family]:
@@ -84,7 +102,8 @@ def _family(config: Config) -> tuple[Config, Family]:
             f"{config.file}: architectures is {names!r}; supported are {', '.join(FAMILIES)}"
         )
     if "text_config" in config:
-        config = config.section("text_config")
+        outer = {"quantization_config": config.get("quantization_config")}
+        config = Config(config.file, config.table("text_config") | outer)
     return config.read_as(FAMILIES[name].defaults, FAMILIES[name].aliases), FAMILIES[name]
 
 
@@ -98,6 +117,10 @@ def _rope(config: Config, family: Family, found: dict[str, int]) -> tuple[Metada
             f"{config.file}: partial_rotary_factor {partial}; only Phi-3 may have one"
         )
     n_rot = int(found["head_dim"] * partial)
+    if n_rot < 2 or n_rot % 2:
+        raise FileFormatError(
+            f"{config.file}: partial_rotary_factor turns {n_rot} numbers of a head; RoPE turns pairs"
+        )
     if family.arch == "gemma3":
         return _two_ropes(config, params, found)
     return rope(params, found["ctx"], n_rot, family.may_be_yarn)

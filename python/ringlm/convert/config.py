@@ -64,6 +64,12 @@ class Config:
             raise self._wrong(key, value, "a number")
         return float(value)
 
+    def positive(self, key: str) -> float:
+        value = self.number(key)
+        if not value > 0:
+            raise self._wrong(key, value, "a positive number")
+        return value
+
     def flag(self, key: str) -> bool:
         value = self._required(key)
         if type(value) is not bool:
@@ -78,7 +84,7 @@ class Config:
 
     def numbers(self, key: str, n: int) -> list[float]:
         value = self._required(key)
-        if not isinstance(value, list) or not all(type(v) in (int, float) for v in value):
+        if not isinstance(value, list) or not all(type(v) in (int, float) and abs(v) < 1e30 for v in value):
             raise self._wrong(key, value, "a list of numbers")
         if len(value) != n:
             raise FileFormatError(f"{self.file}: {key} has {len(value)} elements; expected {n}")

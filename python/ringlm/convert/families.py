@@ -150,6 +150,8 @@ def sizes(config: Config) -> dict[str, int]:
     head_dim = config.integer("head_dim") if "head_dim" in config else embd // n_head
     if "head_dim" not in config and embd % n_head:
         raise FileFormatError(f"{config.file}: hidden_size {embd} is no multiple of {n_head} heads")
+    if head_dim % 2:
+        raise FileFormatError(f"{config.file}: heads of {head_dim} numbers; RoPE turns pairs of them")
     if n_head % n_head_kv:
         raise FileFormatError(f"{config.file}: {n_head} query heads do not share {n_head_kv} key/value heads")
     found = {
@@ -237,7 +239,7 @@ def _qwen_moe(config: Config, sizes: Sizes) -> Metadata:
 
 
 def _qwen(config: Config, sizes: Sizes) -> Metadata:
-    if config.number("rotary_pct") != 1.0:
+    if config.positive("rotary_pct") != 1.0:
         raise _refuse(config, f"rotary_pct = {config.get('rotary_pct')}")
     if not config.flag("no_bias"):
         raise _refuse(config, "no_bias = false")
@@ -246,9 +248,7 @@ def _qwen(config: Config, sizes: Sizes) -> Metadata:
 
 
 def _query_scale(config: Config, sizes: Sizes) -> Metadata:
-    scale = config.number("query_pre_attn_scalar")
-    if not scale > 0:
-        raise FileFormatError(f"{config.file}: query_pre_attn_scalar is {scale}; expected a positive number")
+    scale = config.positive("query_pre_attn_scalar")
     return {} if scale == sizes["head_dim"] else {"attention.scale": scale**-0.5}
 
 
@@ -279,11 +279,8 @@ def _gemma2(config: Config, sizes: Sizes) -> Metadata:
     if _layer_types(config, sizes) != [i % 2 == 0 for i in range(sizes["layers"])]:
         raise _refuse(config, "another order of layers with and without a window than one by one")
     metadata: Metadata = {"attention.sliding_window": config.integer("sliding_window")}
-    for key, ours in (
-        ("attn_logit_softcapping", "attn_logit_softcapping"),
-        ("final_logit_softcapping", "final_logit_softcapping"),
-    ):
-        metadata[ours] = config.number(key)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        metadata[key] = config.positive(key)
     return metadata | _query_scale(config, sizes)
 
 
@@ -294,7 +291,7 @@ def _gemma3(config: Config, sizes: Sizes) -> Metadata:
     metadata: Metadata = {"attention.sliding_window": config.integer("sliding_window")}
     metadata["attention.sliding_window_pattern"] = _pattern(_layer_types(config, sizes))
     if "final_logit_softcapping" in config:
-        metadata["final_logit_softcapping"] = config.number("final_logit_softcapping")
+        metadata["final_logit_softcapping"] = config.positive("final_logit_softcapping")
     return metadata | _query_scale(config, sizes)
 
 
@@ -307,10 +304,10 @@ def _pattern(windowed: list[bool]) -> int | list[bool]:
 
 def _granite(config: Config, sizes: Sizes) -> Metadata:
     return {
-        "embedding_scale": config.number("embedding_multiplier"),
-        "residual_scale": config.number("residual_multiplier"),
-        "attention.scale": config.number("attention_multiplier"),
-        "logit_scale": config.number("logits_scaling"),
+        "embedding_scale": config.positive("embedding_multiplier"),
+        "residual_scale": config.positive("residual_multiplier"),
+        "attention.scale": config.positive("attention_multiplier"),
+        "logit_scale": config.positive("logits_scaling"),
     }
 
 

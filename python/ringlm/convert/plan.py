@@ -263,7 +263,7 @@ class Planner:
         return name.endswith(_PACKED) or is_zero_bias
 
 
-def describe(config: Config, family: Family, sizes: Sizes) -> dict[str, Any]:
+def common_metadata(config: Config, family: Family, sizes: Sizes) -> dict[str, Any]:
     """The metadata that all families share, without the architecture's name and RoPE."""
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation not in family.activations:
@@ -280,5 +280,5 @@ def describe(config: Config, family: Family, sizes: Sizes) -> dict[str, Any]:
         "attention.head_count_kv": sizes["n_head_kv"],
         "attention.key_length": sizes["head_dim"],
         "attention.value_length": sizes["head_dim"],
-        "attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
+        "attention.layer_norm_rms_epsilon": config.positive("rms_norm_eps"),
     }

@@ -44,7 +44,7 @@ def rope(params: Config, n_ctx: int, n_rot: int, may_be_yarn: bool = True) -> tu
     """
     metadata: Metadata = {
         "rope.dimension_count": n_rot,
-        "rope.freq_base": params.number("rope_theta"),
+        "rope.freq_base": params.positive("rope_theta"),
     }
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind in ("su", "yarn") and not may_be_yarn:
@@ -52,7 +52,7 @@ def rope(params: Config, n_ctx: int, n_rot: int, may_be_yarn: bool = True) -> tu
     if kind == "default":
         return metadata, {}
     if kind == "linear":
-        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": params.number("factor")}
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": params.positive("factor")}
         return metadata, {}
     if kind == "yarn":
         return metadata | _yarn(params, n_ctx), {}
@@ -84,7 +84,7 @@ def _original_length(params: Config, n_ctx: int) -> int:
 
 def _yarn(params: Config, n_ctx: int) -> Metadata:
     original = _original_length(params, n_ctx)
-    factor = params.number("factor") if "factor" in params else n_ctx / original
+    factor = params.positive("factor") if "factor" in params else n_ctx / original
     if "truncate" in params and not params.flag("truncate"):
         raise UnsupportedModelError(f"{params.file}: YaRN with truncate = false; GGUF has no key for it")
     metadata: Metadata = {
@@ -94,28 +94,26 @@ def _yarn(params: Config, n_ctx: int) -> Metadata:
     }
     for key in ("beta_fast", "beta_slow"):
         if key in params:
-            metadata[f"rope.scaling.yarn_{key}"] = params.number(key)
+            metadata[f"rope.scaling.yarn_{key}"] = params.positive(key)
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
     # GGUF's factor multiplies the one that YaRN has by itself.
     if "attention_factor" in params:
-        metadata["rope.scaling.attn_factor"] = params.number("attention_factor") / mscale(1.0)
+        metadata["rope.scaling.attn_factor"] = params.positive("attention_factor") / mscale(1.0)
     elif "mscale" in params and "mscale_all_dim" in params:
-        ratio = mscale(params.number("mscale")) / mscale(params.number("mscale_all_dim"))
+        ratio = mscale(params.positive("mscale")) / mscale(params.positive("mscale_all_dim"))
         metadata["rope.scaling.attn_factor"] = ratio / mscale(1.0)
     return metadata
 
 
 def _llama3_factors(params: Config, n_rot: int, theta: float) -> npt.NDArray[np.float32]:
     """What each frequency is divided by: 1 for short waves, the factor for long ones, blended between."""
-    factor, original = params.number("factor"), params.integer("original_max_position_embeddings")
-    low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
-    if not high > low > 0 or not factor > 0 or not theta > 0:
-        raise FileFormatError(
-            f"{params.file}: low_freq_factor is {low}, high_freq_factor {high}, factor {factor}"
-        )
+    factor, original = params.positive("factor"), params.integer("original_max_position_embeddings")
+    low, high = params.positive("low_freq_factor"), params.positive("high_freq_factor")
+    if not high > low:
+        raise FileFormatError(f"{params.file}: low_freq_factor {low} is not below high_freq_factor {high}")
     wavelength = 2 * np.pi * theta ** (np.arange(0, n_rot, 2) / n_rot)
     kept = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     return (1.0 / (kept + (1.0 - kept) / factor)).astype(np.float32)
@@ -123,9 +121,13 @@ def _llama3_factors(params: Config, n_rot: int, theta: float) -> npt.NDArray[np.
 
 def _longrope(params: Config, n_ctx: int) -> Metadata:
     original = _original_length(params, n_ctx)
-    factor = params.number("factor") if "factor" in params else n_ctx / original
+    if original < 2:
+        raise FileFormatError(
+            f"{params.file}: original_max_position_embeddings is {original}; expected 2 or more"
+        )
+    factor = params.positive("factor") if "factor" in params else n_ctx / original
     if "attention_factor" in params:
-        attention = params.number("attention_factor")
+        attention = params.positive("attention_factor")
     else:
         attention = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
     return {
