@@ -159,8 +159,8 @@ def test_missing_bytes_are_dropped_not_made_control(trained: tuple[list[str], li
 
 def test_unknown_pre_tokenizer_lists_the_known(trained: tuple[list[str], list[str]]) -> None:
     with pytest.raises(UnsupportedModelError) as error:
-        Tokenizer(keyed(metadata(trained, pre="tekken")))
-    for name in (*PRES, "llama3", "llama-v3", "'tekken'"):
+        Tokenizer(keyed(metadata(trained, pre="no-such")))
+    for name in (*PRES, "llama3", "llama-v3", "default", "'no-such'"):
         assert name in str(error.value)
 
 

@@ -15,6 +15,9 @@ from . import run as run  # isort: skip
 from . import info as info  # isort: skip
 from . import plan as plan  # isort: skip
 from . import perplexity as perplexity  # isort: skip
+from . import compare as compare  # isort: skip
+from . import convert as convert  # isort: skip
+from . import quantize as quantize  # isort: skip
 from . import bench as bench  # isort: skip
 from . import models as models  # isort: skip
 from .app import app, state
