@@ -50,7 +50,7 @@ Rope rope_from(const py::dict& d) {
                                                      {"beta_slow", &r.beta_slow},
                                                      {"low_freq_factor", &r.low_freq_factor},
                                                      {"high_freq_factor", &r.high_freq_factor}};
-  r.base = 0.0;  // the file's
+  r.base = r.factor = 0.0;  // set_rope() knows better
   for (const auto& [key, to] : numbers) {
     if (d.contains(key)) *to = d[key].cast<double>();
   }

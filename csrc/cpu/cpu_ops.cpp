@@ -283,32 +283,33 @@ class CpuOps final : public Ops {
   template <class Rows, class Each>
   void for_each_expert(const Config& c, const LayerWeights& w, const Step& s, Matrix FeedForward::* matrix,
                        Rows rows, Each each, int thread, Claims& claims) {
-    const bool quantize = products_.want_quantized_by(w, matrix);
-    const auto input_of = [&](const ExpertRun& r, std::size_t at) {
-      return Input{rows(r), quantize ? s.a.quantized.data() + at : nullptr, size(r.n)};
+    // 0 where the run's matrices read their input as it is, which may be no whole number of blocks.
+    const auto quantized_bytes = [&](const ExpertRun& r) {
+      const bool quantize = products_.want_quantized(r.network, matrix);
+      return quantize ? aligned(cpu::act_bytes((r.network.*matrix).cols, r.n)) : 0;
     };
     std::size_t at = 0;
-    if (quantize) {
-      for_each_run(c, w, s, [&](const ExpertRun& r) {
-        const std::int32_t cols = (r.network.*matrix).cols;
-        for (std::int64_t j = 0; j < r.n; ++j) {
-          if ((r.first + j) % team_.size() != thread) continue;
-          k_.quantize(rows(r) + j * cols, cols, s.a.quantized.data() + at, j, r.n);
-        }
-        at += aligned(cpu::act_bytes(cols, r.n));
-      });
-      team_.barrier();
-    }
+    for_each_run(c, w, s, [&](const ExpertRun& r) {
+      const std::int32_t cols = (r.network.*matrix).cols;
+      const std::size_t bytes = quantized_bytes(r);
+      for (std::int64_t j = 0; bytes > 0 && j < r.n; ++j) {
+        if ((r.first + j) % team_.size() != thread) continue;
+        k_.quantize(rows(r) + j * cols, cols, s.a.quantized.data() + at, j, r.n);
+      }
+      at += bytes;
+    });
+    if (at > 0) team_.barrier();
     for (std::int64_t begin, end; claims.take(thread, begin, end);) {
       std::int64_t first = 0;
       at = 0;
       for_each_run(c, w, s, [&](const ExpertRun& r) {
-        const MatrixView& view = products_.matrix(r.network.*matrix);
-        const std::int64_t last = first + view.groups();
+        const std::int64_t last = first + products_.matrix(r.network.*matrix).groups();
         const std::int64_t from = std::clamp(begin, first, last), to = std::clamp(end, first, last);
-        if (from < to) each(r, input_of(r, at), from - first, to - first);
+        const std::size_t bytes = quantized_bytes(r);
+        const Input x{rows(r), bytes > 0 ? s.a.quantized.data() + at : nullptr, size(r.n)};
+        if (from < to) each(r, x, from - first, to - first);
         first = last;
-        at += aligned(cpu::act_bytes(view.cols, r.n));
+        at += bytes;
       });
     }
   }

@@ -91,6 +91,8 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
     after(Place{layer, "norm_qkv"}, head(s.a.k, c.kv_dim()));
     after(Place{layer, "norm_qkv"}, head(s.a.v, c.kv_dim()));
     net.ops.rope_append(c, w, layer, s);
+    after(Place{layer, "rope_append"}, head(s.a.q, c.q_dim()));
+    after(Place{layer, "rope_append"}, head(s.a.k, c.kv_dim()));
     for (std::size_t m = 0; m < M; ++m) {
       const kv::Layout& l = s.rows[m].kv->layout();
       if (!all_within(row_of(s.a.k, m, c.kv_dim()), largest(l.k_format)) ||

@@ -14,7 +14,11 @@
 namespace ringlm {
 namespace {
 
-constexpr std::int64_t kMaxDim = 1 << 24;      // far above any model; products of two stay inside 64 bits
+constexpr std::int64_t kMaxDim = 1 << 24;  // far above any model; products of two stay inside 64 bits
+// Products of dimensions are sizes of matrices and caches; they must stay inside 32 bits.
+constexpr std::int64_t kMaxWidth = std::numeric_limits<std::int32_t>::max() / 4;
+constexpr std::int32_t kMaxExperts = 1 << 12;  // so must the slots of a step (ops/ops.h)
+constexpr double kLeastLongRope = 2.0;         // its factor divides by the logarithm of the length
 constexpr std::int32_t kMaxHeadDim = 1 << 14;  // every thread holds a tile of keys and values as float32
 
 struct Keys {
@@ -55,21 +59,29 @@ struct Keys {
     return x;
   }
 
-  // 0 is how some files say that there is none.
-  float scale(const char* key, double fallback) const {
-    const double x = number(key, 0.0, -1e9, 1e9);
-    return static_cast<float>(x == 0.0 ? fallback : x);
+  // The same where 0 means that the file does not say.
+  double number_or(const char* key, double fallback, double least, double most) const {
+    const double x = file.get_float(full(key)).value_or(0.0);
+    return x == 0.0 ? fallback : number(key, 0.0, least, most);
   }
 
-  std::vector<bool> flags(const std::string& name, const gguf::Value& array) const {
-    std::vector<bool> out;
-    const bool numbers = gguf::with_number_type(array.element, [&]<typename T>(const T*) {
-      for (std::uint64_t i = 0; i < array.count; ++i) {
-        out.push_back(gguf::load<T>(array.bytes.data() + i * sizeof(T)) != T{});
-      }
-    });
-    if (!numbers) throw FileFormatError("'" + name + "' is " + gguf::describe(array) + "; expected flags");
-    return out;
+  float scale(const char* key, double fallback) const {
+    return static_cast<float>(number_or(key, fallback, 1e-9, 1e9));
+  }
+
+  // n of them, one for each layer.
+  std::vector<bool> flags(const std::string& name, const gguf::Value& array, std::size_t n) const {
+    const std::vector<std::int64_t> found = gguf::to_ints(array, "'" + name + "'");
+    if (found.size() != n) {
+      throw FileFormatError("'" + name + "' has " + std::to_string(found.size()) + " values; the " +
+                            std::to_string(n) + " layers need one each");
+    }
+    for (const std::int64_t flag : found) {
+      if (flag == 0 || flag == 1) continue;
+      throw FileFormatError("'" + name + "' holds " + std::to_string(flag) +
+                            "; expected 0 or 1 for each layer");
+    }
+    return {found.begin(), found.end()};
   }
 
   static std::string text(double x) {
@@ -82,22 +94,30 @@ struct Keys {
 constexpr const char* kRopeTensors[] = {"rope_freqs.weight", "rope_factors_short.weight",
                                         "rope_factors_long.weight"};
 
+bool is_rope_factor(double f) { return f >= 1e-6 && f <= 1e6; }
+
 // One number for each pair, or nothing.
 std::vector<float> rope_factors(const gguf::File& file, const std::string& name, std::int32_t rope_dims) {
   const gguf::Tensor* t = file.find_tensor(name);
   if (!t) return {};
   const auto pairs = static_cast<std::size_t>(rope_dims / 2);
-  if (t->dims[0] != pairs || t->dims[1] != 1 || !can_dequantize(t->type)) {
+  const bool vector = t->dims[1] == 1 && t->dims[2] == 1 && t->dims[3] == 1;
+  if (t->dims[0] != pairs || !vector || !can_dequantize(t->type)) {
     throw FileFormatError("tensor '" + name + "' should hold a number for each of the " +
                           std::to_string(pairs) + " pairs of a head");
   }
   std::vector<float> factors(pairs);
   dequantize(t->type, t->data, factors);
-  if (std::ranges::any_of(factors, [](float f) { return !(f > 0.0f); })) {
-    throw FileFormatError("tensor '" + name + "' holds a factor that is not positive");
+  for (const float f : factors) {
+    if (is_rope_factor(f)) continue;
+    throw FileFormatError("tensor '" + name + "' holds a factor of " + Keys::text(f) +
+                          "; expected 1e-6 to 1e6");
   }
   return factors;
 }
+
+// Bounds that wavelengths are compared with, in turns over the original length.
+bool ordered(double fast, double slow) { return slow > 0.0 && fast > slow; }
 
 // A type that is not known must not be ignored: the model would run and answer nonsense beyond its first few
 // thousand tokens.
@@ -117,32 +137,49 @@ Rope read_rope(const Keys& keys, const Config& c) {
   const std::string type_key = keys.full("rope.scaling.type");
   const std::string fallback = long_factors.empty() ? "linear" : "longrope";
   const std::string type(keys.file.get_string(type_key).value_or(fallback));
+  if (type != "longrope" && !long_factors.empty()) {
+    throw FileFormatError("'" + type_key + "' is '" + type + "', but there is a tensor '" + kRopeTensors[2] +
+                          "', which LongRoPE alone has");
+  }
   if (type == "longrope") {
     if (long_factors.empty()) {
       throw FileFormatError("'" + type_key + "' is 'longrope', but tensor '" + kRopeTensors[2] +
                             "' is missing");
     }
+    if (!rope.factors.empty()) {
+      throw FileFormatError(std::string("tensor '") + kRopeTensors[0] + "' and tensor '" + kRopeTensors[2] +
+                            "' contradict each other: both have factors for all texts");
+    }
     rope.scaling = RopeScaling::LongRope;
+    rope.original = keys.number("rope.scaling.original_context_length", c.n_ctx_train, kLeastLongRope, 1e9);
     rope.factor = std::max(1.0, c.n_ctx_train / rope.original);
-    rope.attn_factor = keys.number("rope.scaling.attn_factor", 0.0, 0.0, 1024.0);
+    rope.attn_factor = keys.number_or("rope.scaling.attn_factor", 0.0, 1e-3, 1024.0);
     rope.factors = std::move(short_factors);
     rope.long_factors = std::move(long_factors);
     return rope;
   }
-  if (type == "none") return rope;
-  if (type != "linear" && type != "yarn") {
+  if (type != "none" && type != "linear" && type != "yarn") {
     throw UnsupportedModelError("'" + type_key + "' is '" + type +
                                 "'; supported are 'none', 'linear', 'yarn' and 'longrope'");
   }
-  if (factor == 1.0) return rope;
-  rope.factor = factor;
-  if (type == "linear") {
-    rope.scaling = RopeScaling::Linear;
+  if (type != "yarn" || factor == 1.0) {
+    if (const double x = keys.number_or("rope.scaling.attn_factor", 1.0, 1e-3, 1024.0); x != 1.0) {
+      throw UnsupportedModelError("'" + keys.full("rope.scaling.attn_factor") + "' is " + Keys::text(x) +
+                                  "; only YaRN and LongRoPE have such a factor");
+    }
+    if (type == "linear" && factor != 1.0) rope.scaling = RopeScaling::Linear, rope.factor = factor;
     return rope;
   }
+  rope.factor = factor;
   rope.scaling = RopeScaling::Yarn;
   rope.beta_fast = keys.number("rope.scaling.yarn_beta_fast", 32.0, 0.0, 1e6);
   rope.beta_slow = keys.number("rope.scaling.yarn_beta_slow", 1.0, 0.0, 1e6);
+  if (!ordered(rope.beta_fast, rope.beta_slow)) {
+    throw FileFormatError("'" + keys.full("rope.scaling.yarn_beta_fast") + "' is " +
+                          Keys::text(rope.beta_fast) + " and '" + keys.full("rope.scaling.yarn_beta_slow") +
+                          "' is " + Keys::text(rope.beta_slow) +
+                          "; expected the former to be larger, both positive");
+  }
   // The file's is a multiple of the formula's.
   const double attn_factor = keys.number("rope.scaling.attn_factor", 1.0, 1e-6, 1024.0) *
                              keys.number("rope.scaling.yarn_attn_factor", 1.0, 1e-6, 1024.0);
@@ -168,11 +205,7 @@ std::vector<std::int32_t> read_windows(const Keys& keys, const Architecture& a, 
   const std::string pattern_key = keys.full("attention.sliding_window_pattern");
   const gguf::Value* pattern = keys.file.find(pattern_key);
   if (pattern && pattern->type == gguf::ValueType::Array) {
-    const std::vector<bool> has = keys.flags(pattern_key, *pattern);
-    if (has.size() != n) {
-      throw FileFormatError("'" + pattern_key + "' has " + std::to_string(has.size()) + " values; the " +
-                            std::to_string(n) + " layers need one each");
-    }
+    const std::vector<bool> has = keys.flags(pattern_key, *pattern, n);
     for (std::size_t i = 0; i < n; ++i) {
       if (!has[i]) windows[i] = 0;
     }
@@ -194,6 +227,10 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
     throw UnsupportedModelError("'" + name + "' is " + std::to_string(c.n_expert) + "; in '" +
                                 c.architecture + "' experts are not supported");
   }
+  if (c.n_expert > kMaxExperts) {
+    throw UnsupportedModelError("'" + name + "' is " + std::to_string(c.n_expert) + "; at most " +
+                                std::to_string(kMaxExperts) + " are supported");
+  }
   c.n_expert_used = keys.count("expert_used_count");
   if (c.n_expert_used > c.n_expert) {
     throw FileFormatError("'" + keys.full("expert_used_count") + "' is " + std::to_string(c.n_expert_used) +
@@ -203,6 +240,19 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
   if (keys.file.get_uint(keys.full("expert_shared_feed_forward_length")).value_or(0) != 0) {
     c.n_ff_shared = keys.count("expert_shared_feed_forward_length");
   }
+  const std::int64_t width = std::int64_t{c.n_expert_used} * c.n_ff_expert + c.n_ff_shared;
+  if (width > kMaxWidth) {
+    throw FileFormatError("'" + keys.full("expert_used_count") + "' times '" +
+                          keys.full("expert_feed_forward_length") + "' is " + std::to_string(width) +
+                          "; expected at most " + std::to_string(kMaxWidth));
+  }
+  // No buffer is made for what no layer has, and no tensor confirms.
+  const auto has_router = [&](std::int32_t layer) {
+    return keys.file.find_tensor("blk." + std::to_string(layer) + ".ffn_gate_inp.weight") != nullptr;
+  };
+  std::int32_t layer = 0;
+  while (layer < c.n_layer && has_router(layer)) ++layer;
+  if (layer == c.n_layer) c.n_ff = 0;
   c.expert_weights_norm =
       keys.file.get_bool(keys.full("expert_weights_norm")).value_or(a.expert_weights_norm);
   if (const auto f = keys.file.get_uint(keys.full("expert_gating_func")).value_or(0); f > 1) {
@@ -281,8 +331,6 @@ Config read_config(const gguf::File& file) {
                                 keys.full("attention.value_length") + "' is " + std::to_string(v) +
                                 "; both must have the same size");
   }
-  // Products of these are sizes of matrices and caches; they must stay inside 32 bits.
-  constexpr std::int64_t kMaxWidth = std::numeric_limits<std::int32_t>::max() / 4;
   if (std::int64_t{c.n_head} * c.head_dim > kMaxWidth) {
     throw FileFormatError("'" + keys.full("attention.head_count") + "' times the head size is " +
                           std::to_string(std::int64_t{c.n_head} * c.head_dim) + "; expected at most " +
@@ -308,7 +356,7 @@ Config read_config(const gguf::File& file) {
   for (std::size_t i = 0; a.rope_period > 0 && i < c.rope_of.size(); ++i) {
     if (static_cast<std::int32_t>(i) % a.rope_period == a.rope_period - 1) c.rope_of[i] = -1;
   }
-  const double window_base = keys.number("rope.freq_base_swa", a.window_rope_base, 0.0, 1e30);
+  const double window_base = keys.number_or("rope.freq_base_swa", a.window_rope_base, 1.0, 1e30);
   if (window_base != 0.0) {
     Rope local;
     local.base = window_base;
@@ -324,16 +372,14 @@ Config read_config(const gguf::File& file) {
   c.norm_eps = static_cast<float>(keys.number("attention.layer_norm_rms_epsilon", 0.0, 1e-30, 1.0));
 
   read_experts(keys, a, c);
-  const double width = c.n_layer == a.wide_head_layers ? c.n_embd / c.n_head : c.head_dim;
+  const bool wide = c.n_layer == a.wide_head_layers;
+  const double width = wide ? static_cast<double>(c.n_embd) / c.n_head : c.head_dim;
   c.attention_scale = keys.scale("attention.scale", 1.0 / std::sqrt(width));
   c.embedding_scale = keys.scale("embedding_scale", a.scaled_embedding ? std::sqrt(c.n_embd) : 1.0);
   c.residual_scale = keys.scale("residual_scale", 1.0);
   c.logit_scale = 1.0f / keys.scale("logit_scale", 1.0);
   c.attn_softcap = keys.scale("attn_logit_softcapping", 0.0);
   c.final_softcap = keys.scale("final_logit_softcapping", 0.0);
-  if (c.attn_softcap < 0.0f || c.final_softcap < 0.0f) {
-    throw FileFormatError("'" + keys.full("*_logit_softcapping") + "' is negative; expected a positive cap");
-  }
 
   // Features that change the arithmetic and that nothing here computes.
   for (const char* key : {"attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
@@ -360,17 +406,21 @@ void set_rope(Config& c, const Rope& rope) {
   const Rope& own = c.ropes[0];
   if (r.base == 0.0) r.base = own.base;
   if (r.original == 0.0) r.original = own.original;
+  if (r.factor == 0.0) {
+    r.factor = r.scaling == RopeScaling::LongRope ? std::max(1.0, c.n_ctx_train / r.original) : 1.0;
+  }
   require(r.base >= 1.0 && r.base <= 1e30, "base is " + Keys::text(r.base) + "; expected 1 to 1e30");
   require(r.factor >= 1.0 && r.factor <= 1024.0,
           "factor is " + Keys::text(r.factor) + "; expected 1 to 1024");
-  require(r.original >= 1.0 && r.original <= 1e9,
-          "the original length is " + Keys::text(r.original) + "; expected 1 to 1e9 tokens");
+  const double least = r.scaling == RopeScaling::LongRope ? kLeastLongRope : 1.0;
+  require(r.original >= least && r.original <= 1e9, "the original length is " + Keys::text(r.original) +
+                                                        "; expected " + Keys::text(least) + " to 1e9 tokens");
   require(r.attn_factor >= 0.0 && r.attn_factor <= 1024.0,
           "the attention factor is " + Keys::text(r.attn_factor) + "; expected 0 to 1024");
-  require(r.beta_slow > 0.0 && r.beta_fast > r.beta_slow,
-          "beta_fast is " + Keys::text(r.beta_fast) + " and beta_slow " + Keys::text(r.beta_slow) +
-              "; expected the former to be larger, both positive");
-  require(r.low_freq_factor > 0.0 && r.high_freq_factor > r.low_freq_factor,
+  require(ordered(r.beta_fast, r.beta_slow), "beta_fast is " + Keys::text(r.beta_fast) + " and beta_slow " +
+                                                 Keys::text(r.beta_slow) +
+                                                 "; expected the former to be larger, both positive");
+  require(ordered(r.high_freq_factor, r.low_freq_factor),
           "high_freq_factor is " + Keys::text(r.high_freq_factor) + " and low_freq_factor " +
               Keys::text(r.low_freq_factor) + "; expected the former to be larger, both positive");
   const bool pairs_need = r.scaling == RopeScaling::LongRope;
@@ -378,7 +428,9 @@ void set_rope(Config& c, const Rope& rope) {
     require(factors->size() == static_cast<std::size_t>(c.rope_dims / 2) || (factors->empty() && !pairs_need),
             "there are " + std::to_string(factors->size()) + " factors; expected one for each of the " +
                 std::to_string(c.rope_dims / 2) + " pairs of a head");
-    require(std::ranges::all_of(*factors, [](float f) { return f > 0.0f; }), "a factor is not positive");
+    for (const float f : *factors) {
+      require(is_rope_factor(f), "a factor is " + Keys::text(f) + "; expected 1e-6 to 1e6");
+    }
   }
   require(c.rope_dims > 2 || (r.scaling != RopeScaling::Ntk && r.scaling != RopeScaling::DynamicNtk),
           "NTK-aware scaling needs heads of more than one pair");

@@ -60,7 +60,7 @@ class Binder {
   }
 
   bool has(const std::string& name) const { return file_.find_tensor(name) != nullptr; }
-  bool is_stacked(const std::string& name, std::int32_t rows) const {
+  bool has_rows(const std::string& name, std::int32_t rows) const {
     const gguf::Tensor* t = file_.find_tensor(name);
     return t && t->dims[1] == static_cast<std::uint64_t>(rows);
   }
@@ -71,7 +71,8 @@ class Binder {
   void check_all_used() const {
     for (const gguf::Tensor& t : file_.tensors()) {
       // Old files carry RoPE's own tables; its factors are in the Config.
-      if (used_.count(&t) || t.name.ends_with(".attn_rot_embd.freqs") || t.name.starts_with("rope_f")) {
+      if (used_.count(&t) || t.name.ends_with(".attn_rot_embd.freqs") || t.name == "rope_freqs.weight" ||
+          t.name == "rope_factors_short.weight" || t.name == "rope_factors_long.weight") {
         continue;
       }
       throw UnsupportedModelError("tensor '" + std::string(t.name) +
@@ -155,13 +156,14 @@ FeedForward bind_network(Binder& b, const Config& c, const std::string& p, const
                          std::int32_t n_ff) {
   FeedForward n;
   const auto name = [&](const char* what, const char* part) { return p + what + suffix + part; };
-  if (!b.is_stacked(name("ffn_up", ".weight"), 2 * n_ff)) {
+  const std::string up = name("ffn_up", ".weight");
+  if (b.has(name("ffn_gate", ".weight")) || !b.has(up) || b.has_rows(up, n_ff)) {
     n.gate = b.matrix(name("ffn_gate", ".weight"), n_ff, c.n_embd);
-    n.up = b.matrix(name("ffn_up", ".weight"), n_ff, c.n_embd);
+    n.up = b.matrix(up, n_ff, c.n_embd);
     n.gate_bias = b.optional_vector(name("ffn_gate", ".bias"), n_ff);
     n.up_bias = b.optional_vector(name("ffn_up", ".bias"), n_ff);
   } else {
-    const std::vector<Matrix> both = b.stacked(name("ffn_up", ".weight"), {n_ff, n_ff}, c.n_embd);
+    const std::vector<Matrix> both = b.stacked(up, {n_ff, n_ff}, c.n_embd);
     n.gate = both[0], n.up = both[1];
   }
   n.down = b.matrix(name("ffn_down", ".weight"), c.n_embd, n_ff);
@@ -171,7 +173,7 @@ FeedForward bind_network(Binder& b, const Config& c, const std::string& p, const
 
 // A layer without a router has no experts, also in a model that has some.
 void bind_feed_forward(Binder& b, const Config& c, const std::string& p, LayerWeights& w) {
-  if (c.n_expert == 0 || !b.has(p + "ffn_gate_inp.weight")) {
+  if (c.n_expert == 0 || (!b.has(p + "ffn_gate_inp.weight") && !b.has(p + "ffn_gate_exps.weight"))) {
     w.ff = bind_network(b, c, p, "", c.n_ff);
     return;
   }

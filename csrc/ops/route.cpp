@@ -19,7 +19,7 @@ void choose_experts(const Config& c, const Step& s, std::size_t m, std::span<con
   const std::span<std::int32_t> experts = s.a.routing.experts.subspan(m * used, used);
   const std::span<float> weights = s.a.routing.weights.subspan(m * size(c.n_slots()), size(c.n_slots()));
 
-  // Softmax over all experts. A score that is not a number makes every weight one.
+  // Softmax over all experts. A score that is not finite makes the weights no numbers.
   const float largest = *std::ranges::max_element(scores);
   double total = 0.0;
   for (const float score : scores) total += std::exp(static_cast<double>(score - largest));
@@ -45,7 +45,10 @@ void choose_experts(const Config& c, const Step& s, std::size_t m, std::span<con
     for (float& w : weights.first(used)) w = static_cast<float>(w / chosen);
   }
   if (!std::isfinite(total)) std::ranges::fill(weights, std::numeric_limits<float>::quiet_NaN());
-  if (c.n_ff_shared > 0) weights[used] = 1.0f / (1.0f + std::exp(-shared));
+  if (c.n_ff_shared > 0) {
+    weights[used] =
+        std::isfinite(shared) ? 1.0f / (1.0f + std::exp(-shared)) : std::numeric_limits<float>::quiet_NaN();
+  }
 }
 
 void assign_slots(const Config& c, const Step& s) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,17 @@ _TYPES = {
     "llama3": "llama3",
     "longrope": "longrope",
 }
+_SHAPE = ("factor", "original_max_position_embeddings", "rope_theta")
+#: What a type understands.
+_TAKES = {
+    "none": ("rope_theta",),
+    "linear": _SHAPE,
+    "ntk": _SHAPE,
+    "dynamic": _SHAPE,
+    "yarn": (*_SHAPE, "attention_factor", "beta_fast", "beta_slow"),
+    "llama3": (*_SHAPE, "low_freq_factor", "high_freq_factor"),
+    "longrope": (*_SHAPE, "attention_factor", "short_factor", "long_factor"),
+}
 #: What a type cannot do without.
 _REQUIRED = {
     "linear": ("factor",),
@@ -43,40 +55,44 @@ _REQUIRED = {
 
 
 def rope_options(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The core's form of ``Model(rope=...)``. Raises InvalidArgument for a type or key that is not known, a
-    value that is no number, and for what a type cannot do without."""
+    """The core's form of ``Model(rope=...)``. Raises InvalidArgument for a type that is not known, a key
+    that it does not take, a value that is no positive number, and for what it cannot do without."""
     if rope is None:
         return None
     if not isinstance(rope, Mapping):
         raise InvalidArgument(
             f"rope is {rope!r:.80}; expected a mapping such as {{'rope_type': 'linear', 'factor': 2.0}}"
         )
-    kind = rope.get("rope_type", rope.get("type", "none"))
-    if kind not in _TYPES:
+    kinds = [rope[key] for key in ("rope_type", "type") if rope.get(key) is not None] or ["none"]
+    kind = kinds[0]
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise InvalidArgument(f"rope: the type is {kind!r:.40}; there are {', '.join(_TYPES)}")
+    if kinds[-1] != kind:
+        raise InvalidArgument(f"rope: 'rope_type' is {kind!r} and 'type' is {kinds[-1]!r:.40}; leave one out")
     missing = [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]
     if missing:
         raise InvalidArgument(f"rope: {kind!r} needs {', '.join(map(repr, missing))}")
     options: dict[str, Any] = {"scaling": _TYPES[kind]}
+    takes = _TAKES[_TYPES[kind]]
     for key, value in rope.items():
         if key in ("rope_type", "type") or value is None:
             continue
+        if key not in takes:
+            what = "is not known" if key not in _NUMBERS | _FACTORS else f"means nothing to the type {kind!r}"
+            raise InvalidArgument(f"rope: {key!r:.40} {what}, which takes {', '.join(takes)}")
         if key in _NUMBERS:
             options[_NUMBERS[key]] = _number(key, value)
-        elif key in _FACTORS:
+        else:
             if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
                 raise InvalidArgument(f"rope: {key!r} is {value!r:.80}; expected a number for each pair")
             options[_FACTORS[key]] = [_number(key, x) for x in value]
-        else:
-            known = ", ".join(["rope_type", *_NUMBERS, *_FACTORS])
-            raise InvalidArgument(f"rope: {key!r:.40} is not known; there are {known}")
     return options
 
 
 def _number(key: str, value: Any) -> float:
     try:
-        if not isinstance(value, (str, bytes, bool)):
-            return float(value)
+        if not isinstance(value, (str, bytes, bool)) and 0.0 < (number := float(value)) < math.inf:
+            return number
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InvalidArgument(f"rope: {key!r} is {value!r:.80}; expected a number")
+    raise InvalidArgument(f"rope: {key!r} is {value!r:.80}; expected a positive number")

@@ -151,7 +151,7 @@ def test_missing_keys(tmp_path: Path, key: str) -> None:
         ("attention.sliding_window", "uint32", 2**31, "FileFormatError", "sliding_window' is 2147483648"),
         ("attention.causal", "bool", False, "UnsupportedModelError", "causal' is false"),
         ("attention.scale", "float32", 1e10, "FileFormatError", "attention.scale' is 1e\\+10"),
-        ("attn_logit_softcapping", "float32", -50.0, "FileFormatError", "softcapping' is negative"),
+        ("attn_logit_softcapping", "float32", -50.0, "FileFormatError", "softcapping' is -50"),
         ("final_logit_softcapping", "float32", float("nan"), "FileFormatError", "softcapping' is nan"),
         ("embedding_length", "string", "64", "FileFormatError", "embedding_length"),
         ("embedding_length", "float32", 64.0, "FileFormatError", "embedding_length"),

@@ -65,7 +65,7 @@ struct Config {
   std::int32_t n_head = 0;       // attention.head_count: query heads
   std::int32_t n_head_kv = 0;    // attention.head_count_kv, default n_head
   std::int32_t head_dim = 0;     // attention.key_length, default n_embd / n_head
-  std::int32_t n_ff = 0;         // feed_forward_length
+  std::int32_t n_ff = 0;         // feed_forward_length, of layers without experts; 0 where all have some
   std::int32_t n_ctx_train = 0;  // context_length
   std::int64_t n_ctx_limit =
       0;  // the tokens that it reads: n_ctx_train, times a scaling that this leaves out
