@@ -149,9 +149,9 @@ def test_bad_token_types(make: Any, kind: int) -> None:
         Tokenizer(keyed(data))
 
 
-@pytest.mark.parametrize("model", ["bert", "t5", "rwkv", "no_vocab", ""])
+@pytest.mark.parametrize("model", ["bert", "rwkv", "no_vocab", "plamo2", ""])
 def test_other_kinds_of_tokenizers(model: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama.*t5.*gemma4"):
         Tokenizer(keyed(byte_level(model=model)))
 
 
@@ -302,7 +302,8 @@ def test_stream_of_text(make: Any) -> None:
         check_stream(tokenizer, tokenizer.encode(text), True, False)
         stream = tokenizer.stream()
         pieces = [stream.push(i) for i in tokenizer.encode(text)]
-        assert "".join(pieces) == text and stream.flush() == ""
+        spelled = text if make is byte_level else text.replace(SPACE, " ")  # a typed U+2581 is a space
+        assert "".join(pieces) == spelled and stream.flush() == ""
 
 
 @BOTH

@@ -189,6 +189,40 @@ ORACLE_SPLITS = {
 }
 ORACLE_SPLITS["smollm"] = [r"\p{N}", *ORACLE_SPLITS["gpt-2"]]
 ORACLE_SPLITS["llama-bpe"] = [ORACLE_SPLITS["qwen2"][0].replace("| \\p{N}\n", "| \\p{N}{1,3}+\n")]
+ORACLE_SPLITS["qwen35"] = [
+    rf"""(?i:{CONTRACTION})
+    | (?:(?![\r\n\p{{L}}\p{{N}}]).)?(?:\p{{L}}|\p{{M}})++
+    | \p{{N}}
+    | [ ]?(?:(?![\p{{L}}\p{{M}}\p{{N}}\p{{White_Space}}]).)++[\r\n]*+
+    | \p{{White_Space}}*[\r\n]++
+    | \p{{White_Space}}+(?=\p{{White_Space}}|\Z)
+    | \p{{White_Space}}"""
+]
+NOT_UPPER, NOT_LOWER = r"(?:\p{Ll}|\p{Lm}|\p{Lo}|\p{M})", r"(?:\p{Lu}|\p{Lt}|\p{Lm}|\p{Lo}|\p{M})"
+ORACLE_SPLITS["tekken"] = [
+    rf"""(?:(?![\r\n\p{{L}}\p{{N}}]).)?{NOT_LOWER}*{NOT_UPPER}++
+    | (?:(?![\r\n\p{{L}}\p{{N}}]).)?{NOT_LOWER}+{NOT_UPPER}*+
+    | \p{{N}}
+    | [ ]?(?:(?![\p{{L}}\p{{N}}\p{{White_Space}}]).)++[\r\n/]*+
+    | \p{{White_Space}}*[\r\n]++
+    | \p{{White_Space}}+(?=\p{{White_Space}}|\Z)
+    | \p{{White_Space}}"""
+]
+ORACLE_SPLITS["deepseek-coder"] = [
+    r"[\r\n]",
+    r"\p{White_Space}?\p{L}++",
+    r"\p{White_Space}?\p{P}++",
+    r"[\u0800-\u9fa5\uac00-\ud7ff]++",
+    r"\p{N}",
+]
+# llama.cpp's words for files that name no rule.
+ORACLE_SPLITS["default"] = [
+    r"(?:\p{P}|[$+<=>^~|])++",
+    *ORACLE_SPLITS["gpt-2"],
+    r"\p{N}++",
+    r"[0-9]{3}",
+]
+NORMALIZED = ("qwen2", "qwen35")
 
 
 def oracle_split(text: str, pre: str) -> list[str]:
@@ -213,11 +247,11 @@ def oracle_byte_level(text: str, pre: str, tokens: list[str], merges: list[str])
     ranks = {tuple(m.split(" ")): r for r, m in enumerate(merges)}
     spelling = byte_spelling()
     out = []
-    if pre == "qwen2":
+    if pre in NORMALIZED:
         text = unicodedata.normalize("NFC", text)
     for word in oracle_split(text, pre):
         symbols = [spelling[b] for b in word.encode()]
-        if pre == "llama-bpe" and "".join(symbols) in ids:
+        if pre in ("llama-bpe", "tekken") and "".join(symbols) in ids:
             symbols = ["".join(symbols)]
         while len(symbols) > 1:
             best = min(itertools.pairwise(symbols), key=lambda p: ranks.get(p, len(ranks)))
