@@ -98,7 +98,8 @@ _DEFAULT_RULES = PreTokenizer(
     )
 )
 
-# The first name of equal rules is the one that `name_of` gives.
+# The first name of equal rules is the one that `name_of` gives. Some of the others are here because llama.cpp
+# takes them for the same rule (docs/text.md lists them).
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2_RULES,
     "phi-2": _GPT2_RULES,
