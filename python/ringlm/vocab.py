@@ -19,6 +19,7 @@ _END_OF_TURN = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<EOT>",
@@ -28,12 +29,13 @@ _END_OF_TURN = (
     "<end_of_utterance>",
 )
 _END_OF_MESSAGE = ("<|eom_id|>",)
-# Generation stops there too: tool calls and final answers (harmony), file borders (fill in the middle).
+# Generation stops there too: tool calls (harmony, Gemma 4), final answers, file borders (fill in the middle).
 _END_OTHERS = (
     "<|return|>",
     "<|call|>",
     "<|flush|>",
     "<|calls|>",
+    "<|tool_response>",
     "[EOS]",
     "<|fim_pad|>",
     "<fim-pad>",

@@ -186,6 +186,7 @@ def test_ids_outside_the_vocabulary(make: Any) -> None:
         ("<|eot_id|>", USER_DEFINED, True),
         ("<|end|>", CONTROL, True),
         ("<end_of_turn>", CONTROL, True),
+        ("<turn|>", CONTROL, True),
         ("<|endoftext|>", CONTROL, True),
         ("<|eom_id|>", CONTROL, True),
         ("<|im_end|>", NORMAL, False),
