@@ -50,11 +50,10 @@ class Unigram:
         ids: list[int] = []
         for piece in self._best_pieces(self._normalize(text)):
             token = self._ids.get(piece)
-            ids += (
-                [token]
-                if token is not None and self._scores[token] is not None
-                else self._fallback.ids(piece)
-            )
+            if token is None or self._scores[token] is None:
+                ids += self._fallback.ids(piece)
+            else:
+                ids.append(token)
         return self._fallback.one_unknown(ids)
 
     def token_bytes(self, token: int) -> bytes:
@@ -90,7 +89,7 @@ class Unigram:
                     end = begin + 1
                     while end < len(raw) and raw[end] & 0xC0 == 0x80:
                         end += 1
-                    yield raw[begin:end].decode("utf-8")
+                    yield raw[begin:end].decode("utf-8", "replace")  # altered rules may cut a character
                 else:
                     yield found[0].decode("utf-8", "replace")
                     end = found[1]

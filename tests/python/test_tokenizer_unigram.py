@@ -258,3 +258,13 @@ def test_altered_rules_never_crash() -> None:
                 assert "precompiled_charsmap" in str(error)
                 refused += 1
     assert refused  # or the bounds are never met here
+
+
+def test_rules_that_would_fill_the_memory_are_refused() -> None:
+    _, compiled = train("nmt_nfkc", True, True, False, [])
+    size = int.from_bytes(compiled[:4], "little")
+    endless = compiled[: 4 + size] + compiled[4 + size :].replace(b"\0", b"x")
+    data = {"model": "t5", "tokens": ["<unk>", "a"], "scores": [0.0, -1.0], "token_type": [UNKNOWN, NORMAL]}
+    tokenizer = Tokenizer(keyed({**data, "precompiled_charsmap": list(endless)}))
+    with pytest.raises(FileFormatError, match="precompiled_charsmap"):
+        tokenizer.encode("\ufb01")
