@@ -279,11 +279,10 @@ class CpuOps final : public Ops {
   }
 
   // The products of all experts' runs: rows(run) is their input [n, cols], each(run, x, begin, end, thread)
-  // multiplies groups of it. `matrix` tells how many there are.
+  // multiplies groups of it. `matrix` tells how many there are, `quantize` whether one of them wants that.
   template <class Rows, class Each>
   void for_each_expert(const Config& c, const LayerWeights& w, const Step& s, Matrix FeedForward::* matrix,
-                       Rows rows, Each each, int thread, Claims& claims) {
-    const bool quantize = products_.want_quantized_by(w, matrix);
+                       bool quantize, Rows rows, Each each, int thread, Claims& claims) {
     const auto input_of = [&](const ExpertRun& r, std::size_t at) {
       return Input{rows(r), quantize ? s.a.quantized.data() + at : nullptr, size(r.n)};
     };
@@ -313,6 +312,13 @@ class CpuOps final : public Ops {
     }
   }
 
+  // Those of the experts in one tensor are alike; the shared one may differ.
+  bool wants_quantized(const LayerWeights& w, Matrix FeedForward::* matrix) const {
+    const Product ends[] = {products_.product(w.experts.front().*matrix, {}, {}),
+                            products_.product(w.experts.back().*matrix, {}, {})};
+    return cpu::Products::want_quantized(ends);
+  }
+
   Claims expert_claims(const Config& c, const LayerWeights& w, const Step& s,
                        Matrix FeedForward::* matrix) const {
     std::int64_t groups = 0;
@@ -323,6 +329,7 @@ class CpuOps final : public Ops {
 
   void experts_gate_up(const Config& c, const LayerWeights& w, const Step& s) {
     Claims claims = expert_claims(c, w, s, &FeedForward::gate);
+    const bool quantize = wants_quantized(w, &FeedForward::gate) || wants_quantized(w, &FeedForward::up);
     const std::size_t n_slots = size(c.n_slots());
     team_.run([&](int thread) {
       for (std::size_t i = size(thread); i < s.rows.size() * n_slots; i += size(team_.size())) {
@@ -331,7 +338,7 @@ class CpuOps final : public Ops {
       }
       team_.barrier();
       for_each_expert(
-          c, w, s, &FeedForward::gate,
+          c, w, s, &FeedForward::gate, quantize,
           [&](const ExpertRun& r) { return &s.a.expert_x[size(r.first * c.n_embd)]; },
           [&](const ExpertRun& r, const Input& x, std::int64_t begin, std::int64_t end) {
             const FeedForward& n = r.network;
@@ -347,7 +354,8 @@ class CpuOps final : public Ops {
     const std::size_t n_slots = size(c.n_slots());
     team_.run([&](int thread) {
       for_each_expert(
-          c, w, s, &FeedForward::down, [&](const ExpertRun& r) { return &s.a.gate[r.gate]; },
+          c, w, s, &FeedForward::down, wants_quantized(w, &FeedForward::down),
+          [&](const ExpertRun& r) { return &s.a.gate[r.gate]; },
           [&](const ExpertRun& r, const Input& x, std::int64_t begin, std::int64_t end) {
             const Product down[] = {products_.product(r.network.down, r.network.down_bias,
                                                       s.a.expert_x.subspan(size(r.first * c.n_embd)))};

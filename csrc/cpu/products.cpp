@@ -103,13 +103,6 @@ bool Products::want_quantized(std::span<const Product> products) {
                      [](const Product& p) { return p.w->packed && gguf::traits(p.w->type).block_size > 1; });
 }
 
-bool Products::want_quantized_by(const LayerWeights& w, Matrix FeedForward::* matrix) const {
-  return std::ranges::any_of(w.experts, [&](const FeedForward& n) {
-    const Product p[] = {product(n.*matrix, {}, {})};
-    return want_quantized(p);
-  });
-}
-
 Input Products::normed(const Config& c, const Vector& weight, const Step& s,
                        std::span<const Product> products, int thread) {
   const std::size_t M = s.rows.size(), n = size(c.n_embd);

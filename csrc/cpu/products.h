@@ -52,9 +52,6 @@ class Products {
   // Whether one of them reads its input quantized.
   static bool want_quantized(std::span<const Product> products);
 
-  // The same of a layer's experts.
-  bool want_quantized_by(const LayerWeights& w, Matrix FeedForward::* matrix) const;
-
   // The groups of all products' rows, in parts for the threads.
   Claims claims(std::span<const Product> products, std::size_t M) const;
   Claims claims(std::int64_t groups, std::size_t group_bytes, std::size_t M) const;
