@@ -132,6 +132,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if found is None and (folder / "chat_template.json").is_file():
         found = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
+        found = next(
+            (t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None
+        )
     return found if isinstance(found, str) else None

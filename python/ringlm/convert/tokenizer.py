@@ -103,7 +103,11 @@ def _from_byte_level(file: Path, parsed: Mapping[str, Any]) -> Tokens:
     vocab, merges = _bpe(file, parsed)
     texts = _by_id(file, vocab)
     tokens = Tokens("gpt2", texts, [int(TokenType.NORMAL)] * len(texts))
-    tokens.rules = {"tokenizer.ggml.pre": name_of(parsed), "tokenizer.ggml.merges": _joined(merges)}
+    try:
+        pre = name_of(parsed)
+    except (AttributeError, KeyError, TypeError) as e:  # parts of another type than they have to be
+        raise FileFormatError(f"{file}: the normalizer or the pre_tokenizer is malformed: {e}") from None
+    tokens.rules = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": _joined(merges)}
     return tokens
 
 
