@@ -156,7 +156,8 @@ class Planner:
         offset = self._family.norm_offset if tensor.gguf.endswith("norm") else 0.0
         self._add(f"{ours}{tensor.gguf}.weight", shape, type, [part], offset)
         bias = name + ".bias"
-        if tensor.bias == "required" or (tensor.bias == "optional" and bias in self._checkpoint):
+        is_there = tensor.bias == "optional" and bias in self._checkpoint and not self._is_idle(bias)
+        if is_there or tensor.bias == "required":
             self._check(bias, shape[:1])
             values = self._checkpoint.matrix(bias).read(slice(None))[0]
             values = values if order is None else values[order]
