@@ -92,6 +92,10 @@ class Checkpoint(Mapping[str, tuple[int, ...]]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
+    @property
+    def files(self) -> list[Path]:
+        return sorted({entry.file for entry in self._entries.values()})
+
     def dtype(self, name: str) -> str:
         """``F32``, ``BF16``, … as the file names it."""
         return self._entries[name].dtype

@@ -23,7 +23,8 @@ from .special_tokens import special_metadata, steps_of
 from .tiktoken import read_tiktoken
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_CONTROL_LOOK = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # noqa: RUF001
+# Control tokens that some checkpoints do not call special.
+_CONTROL_LOOK = re.compile(r"<[|｜].*[|｜]>|<unused\d+>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)  # noqa: RUF001
 _FAR = -1000.0  # score of tokens that no merge makes
 
 
@@ -54,7 +55,7 @@ def tokenizer_metadata(folder: Path, n_vocab: int) -> dict[str, Any]:
     parsed = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
     config = _optional_json(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file() and not _is_byte_level(parsed):
-        tokens = _from_sentencepiece(folder / "tokenizer.model")
+        tokens = _from_sentencepiece(folder / "tokenizer.model", config)
     elif parsed is not None and _is_byte_level(parsed):
         tokens = _from_byte_level(folder / "tokenizer.json", parsed)
     elif parsed is not None:
@@ -111,12 +112,14 @@ def _from_byte_level(file: Path, parsed: Mapping[str, Any]) -> Tokens:
     return tokens
 
 
-def _from_sentencepiece(file: Path) -> Tokens:
+def _from_sentencepiece(file: Path, config: Mapping[str, Any]) -> Tokens:
+    """tokenizer_config.json may change the prefix that the model was trained with."""
     model = read_model(file)
+    said = config.get("add_prefix_space")
     tokens = Tokens("llama", [*model.pieces], model.types, model.scores)
     tokens.rules = {
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.add_space_prefix": model.add_space_prefix,
+        "tokenizer.ggml.add_space_prefix": said if isinstance(said, bool) else model.add_space_prefix,
     }
     return tokens
 
