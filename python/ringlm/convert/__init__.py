@@ -11,9 +11,10 @@ from ringlm.rewrite import Progress
 
 from .checkpoint import Checkpoint
 from .config import Config
-from .families import FAMILIES, Family, sizes
+from .families import FAMILIES, Family
 from .four_bit import reader_for
-from .plan import Planner, common_metadata
+from .hyperparameters import common_metadata, sizes
+from .plan import Planner
 from .rope import Factors, Metadata, parameters, rope
 from .tokenizer import tokenizer_metadata
 from .write import write
@@ -97,7 +98,11 @@ def describe(folder: Path) -> Description:
     config, family = _family(file)
     found = sizes(config)
     rope_metadata, factors = _rope(config, family, found)
-    metadata = {**common_metadata(config, family, found), **rope_metadata, **family.extra(config, found)}
+    metadata = {
+        **common_metadata(config, family.arch, family.activations, found),
+        **rope_metadata,
+        **family.extra(config, found),
+    }
     return Description(family, config, found, metadata, factors, quantization)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,9 @@ from ringlm.rewrite import NewTensor, quantized
 
 from .checkpoint import Array, Checkpoint
 from .config import Config
-from .families import FUSED_DOWN, FUSED_GATE_UP, Experts, Family, Sizes, Tensor, is_sparse
+from .families import FUSED_DOWN, FUSED_GATE_UP, Experts, Family, Tensor
 from .four_bit import FourBit
+from .hyperparameters import Sizes, is_sparse
 
 _BLOCK = 1 << 21  # numbers that are converted together
 _SKIPPED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")  # constants that old files carry
@@ -262,24 +262,3 @@ class Planner:
         # Tools that quantize write a bias of zeros for layers that have none.
         is_zero_bias = name.endswith(".bias") and not self._checkpoint.array(name).any()
         return name.endswith(_PACKED) or is_zero_bias
-
-
-def common_metadata(config: Config, family: Family, sizes: Sizes) -> dict[str, Any]:
-    """The metadata that all families share, without the architecture's name and RoPE."""
-    activation = config.get("hidden_activation") or config.get("hidden_act")
-    if activation not in family.activations:
-        raise UnsupportedModelError(
-            f"{config.file}: hidden_act is {activation!r}; {family.arch} computes {family.activations[0]}"
-        )
-    return {
-        "vocab_size": sizes["vocab"],
-        "context_length": sizes["ctx"],
-        "embedding_length": sizes["embd"],
-        "block_count": sizes["layers"],
-        "feed_forward_length": sizes["ff"],
-        "attention.head_count": sizes["n_head"],
-        "attention.head_count_kv": sizes["n_head_kv"],
-        "attention.key_length": sizes["head_dim"],
-        "attention.value_length": sizes["head_dim"],
-        "attention.layer_norm_rms_epsilon": config.positive("rms_norm_eps"),
-    }
