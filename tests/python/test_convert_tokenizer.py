@@ -276,6 +276,20 @@ def test_sentencepiece_model(tmp_path: Path, prefix: bool) -> None:
             assert ours.encode(text, add_special=False) == sp.encode(text), repr(text)
 
 
+def test_sentencepiece_model_alone(tmp_path: Path) -> None:
+    """Without any config the names are SentencePiece's own, and BOS is added, as readers assume."""
+    folder = write_folder(tmp_path / "m", {})
+    train_sentencepiece(folder, True)
+    found = tokenizer_metadata(folder, 520)
+    special = {n: found.get(key(f"{n}_token_id")) for n in ("bos", "eos", "unknown", "padding")}
+    assert special == {"bos": 1, "eos": 2, "unknown": 0, "padding": None}
+    assert found[key("add_bos_token")] is True
+    (folder / "tokenizer_config.json").write_text('{"bos_token": null, "add_prefix_space": false}')
+    found = tokenizer_metadata(folder, 520)
+    assert key("bos_token_id") not in found and found[key("add_bos_token")] is False
+    assert found[key("add_space_prefix")] is False
+
+
 def test_unigram_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", {})
     train_sentencepiece(folder, True, "unigram")

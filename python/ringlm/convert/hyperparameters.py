@@ -115,7 +115,8 @@ def _expert_counts(config: Config, sizes: Sizes) -> Metadata:
 
 def no_window(config: Config, sizes: Sizes) -> Metadata:
     layers = config.get("layer_types")
-    if config.get("use_sliding_window") and (layers is None or "sliding_attention" in layers):
+    is_full = isinstance(layers, list) and "sliding_attention" not in layers
+    if config.get("use_sliding_window") and not is_full:
         raise _refuse(config, "use_sliding_window = true")
     return {}
 

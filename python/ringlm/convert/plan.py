@@ -44,15 +44,23 @@ class Part:
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], type: str, parts: Sequence[Part], offset: float = 0.0
+    name: str,
+    shape: tuple[int, ...],
+    type: str,
+    parts: Sequence[Part],
+    offset: float,
+    release: Callable[[], None],
 ) -> NewTensor:
-    """A tensor of the file, its rows read and converted some at a time, `offset` added to each number."""
+    """A tensor of the file, its rows read and converted some at a time, `offset` added to each number.
+
+    `release` is called when rows were read and are no longer needed."""
 
     def pieces() -> Iterator[Array]:
         for part in parts:
             step = part.n_rows if part.whole else max(1, _BLOCK // shape[-1])
             for start in range(0, part.n_rows, step):
                 block = part.block(start, min(start + step, part.n_rows))
+                release()
                 if block.dtype == np.uint8:  # four bits already
                     yield np.ascontiguousarray(block)
                     continue
@@ -136,7 +144,8 @@ class Planner:
     def _add(
         self, name: str, shape: tuple[int, ...], type: str, parts: Sequence[Part], offset: float = 0.0
     ) -> None:
-        self._tensors.append(_tensor(name, shape, type, parts, offset))
+        release = self._checkpoint.release
+        self._tensors.append(_tensor(name, shape, type, parts, offset, release))
 
     def _full(self, name: str) -> str:
         """The name that the file has: a text model may be a part of another one."""

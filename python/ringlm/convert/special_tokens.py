@@ -13,6 +13,8 @@ from .checkpoint import read_json
 
 # Name in a checkpoint -> name in GGUF.
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# What SentencePiece calls them where nobody says otherwise.
+_SENTENCEPIECE = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
 
 
 def special_metadata(
@@ -27,7 +29,7 @@ def special_metadata(
     `config` is tokenizer_config.json, `parsed` tokenizer.json. A token named there comes before the id in
     config.json.
     """
-    special = _special_ids(folder, config, ids)
+    special = _special_ids(folder, config, ids, is_sentencepiece)
     texts = {i: text for text, i in ids.items()}
     special |= _ends(folder, special.get("eos"), texts)
     metadata: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in special.items()}
@@ -41,7 +43,9 @@ def special_metadata(
     return metadata
 
 
-def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+def _special_ids(
+    folder: Path, config: Mapping[str, Any], ids: Mapping[str, int], is_sentencepiece: bool
+) -> dict[str, int]:
     model = read_json(folder / "config.json")
     text_model = model.get("text_config")
     text_model = text_model if isinstance(text_model, dict) else {}
@@ -53,10 +57,16 @@ def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int]
             if token in ids:
                 found[ours] = ids[token]
             continue
-        value = model.get(f"{theirs}_token_id", text_model.get(f"{theirs}_token_id"))
+        value = model.get(f"{theirs}_token_id")
+        if value is None:
+            value = text_model.get(f"{theirs}_token_id")
         value = value[0] if isinstance(value, list) and value else value
         if type(value) is int and value in ids.values():
             found[ours] = value
+        elif is_sentencepiece and f"{theirs}_token" not in config:
+            text = _SENTENCEPIECE[theirs]
+            if text in ids:
+                found[ours] = ids[text]
     return found
 
 
