@@ -61,9 +61,9 @@ def quantize(
     ``gguf.quants.quantize`` does. All metadata is copied; ``general.file_type`` and
     ``general.quantization_version`` are set.
 
-    A source that is quantized already loses more than its float original would: UserWarning. The target
-    appears when it is complete. Raises InvalidArgument, FileFormatError, UnsupportedModelError, NumericError
-    for weights that are no numbers, OSError.
+    Quantizing what is quantized already loses more than quantizing the float original would: UserWarning.
+    The target appears when it is complete. Raises InvalidArgument, FileFormatError, UnsupportedModelError,
+    NumericError for weights that are no numbers, OSError.
     """
     began = time.perf_counter()
     embedding_type = embedding_type or ("q8_0" if type in ("q4_0", "q4_1") else type)
@@ -84,7 +84,7 @@ def quantize(
         if wanted == t.type:
             plan.append(opened.copied(t))
             continue
-        if t.type not in FLOAT_TYPES:
+        if t.type not in FLOAT_TYPES and wanted not in FLOAT_TYPES:
             again.append(t)
         plan.append(_converted(opened, t, wanted))
     if again:

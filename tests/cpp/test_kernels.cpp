@@ -68,8 +68,8 @@ TEST_CASE("attention reads every half exactly") {
         const kv::Rows values{KvFormat::F16, reinterpret_cast<std::uint8_t*>(value.data()), nullptr};
         const cpu::Range one{0, 1};
         k.prepare_queries({q.data(), 0, 1, 1, d, 1.0f, KvFormat::F16}, workspace.data());
-        k.attend_span({1, d, 1.0f, keys, values, one, &one, 0, 1, 0, nullptr, nullptr}, workspace.data(),
-                      &part, sum.data());
+        k.attend_span({1, d, 1.0f, 0.0f, keys, values, one, &one, 0, 1, 0, nullptr, nullptr},
+                      workspace.data(), &part, sum.data());
         k.finish(part, sum.data(), out.data(), d);
         for (std::uint32_t i = 0; i < value.size(); ++i) {
           const double expected = half_value(value[i]);
@@ -154,6 +154,36 @@ TEST_CASE("silu(gate) * up") {
     CHECK(std::isnan(special[2]));
     CHECK(std::fabs(special[3]) < 1e-35f);
     CHECK(special[4] == 100.0f);
+  });
+}
+
+TEST_CASE("GELU by tanh, and soft caps") {
+  for_each_isa([](const Kernels& k) {
+    for (const std::int64_t n : {1, 16, 17, 100}) {
+      std::vector<float> gate = random_floats(size(n), 1, 6.0f);
+      const std::vector<float> up = random_floats(size(n), 2), before = gate;
+      k.gelu_mul(gate.data(), up.data(), n);
+      for (std::size_t i = 0; i < gate.size(); ++i) {
+        const double g = before[i], u = std::sqrt(2.0 / std::numbers::pi) * (g + 0.044715 * g * g * g);
+        const double expected = 0.5 * g * (1.0 + std::tanh(u)) * up[i];
+        REQUIRE(std::fabs(gate[i] - expected) < 1e-6 * std::max(1.0, std::fabs(expected)));
+      }
+      for (const float cap : {0.0f, 0.5f, 30.0f}) {
+        std::vector<float> x = before;
+        k.soft_cap(x.data(), n, 2.0f, cap);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          const double scaled = 2.0 * before[i], c = cap;
+          const double expected = c == 0.0 ? scaled : c * std::tanh(scaled / c);
+          REQUIRE(std::fabs(x[i] - expected) < 3e-7 * std::max(1.0, c));
+        }
+      }
+    }
+    std::vector<float> special = {kNaN, 1e30f, -1e30f, 0.0f};
+    k.soft_cap(special.data(), 4, 1.0f, 5.0f);
+    CHECK(std::isnan(special[0]));
+    CHECK(special[1] == 5.0f);
+    CHECK(special[2] == -5.0f);
+    CHECK(special[3] == 0.0f);
   });
 }
 
@@ -254,17 +284,12 @@ struct Attention {
         added.insert(added.end(), offsets.begin() + first_token * group,
                      offsets.begin() + first_token * group + queries);
       }
-      const cpu::SpanArgs args{queries,
-                               d,
-                               scale,
-                               keys,
-                               values,
-                               all,
-                               seen.data(),
-                               slot,
-                               std::min(all.end, all.begin + n - slot),
-                               0,
-                               added.data(),
+      const cpu::SpanArgs args{queries, d,
+                               scale,   0.0f,
+                               keys,    values,
+                               all,     seen.data(),
+                               slot,    std::min(all.end, all.begin + n - slot),
+                               0,       added.data(),
                                nullptr};
       kernels.attend_span(args, workspace.data(), next.data(), next_sums.data());
       for (std::int32_t i = 0; i < queries; ++i) {
@@ -457,15 +482,15 @@ TEST_CASE("NaN anywhere in attention reaches the result") {
 }
 
 TEST_CASE("RoPE angles hold at a position of a million") {
-  Config c = tiny::config();
-  c.rope_dims = c.head_dim = 64;
-  c.rope_base = 500000.0;
-  c.rope_factor = 8.0;
-  const std::vector<double> frequencies = rope_frequencies(c, {});
-  REQUIRE(frequencies.size() == 32);
+  Rope rope;
+  rope.scaling = RopeScaling::Linear;
+  rope.base = 500000.0;
+  rope.factor = 8.0;
+  const RopeAngles angles = rope_angles(rope, 64, 0);
+  REQUIRE(angles.frequencies.size() == 32);
   std::vector<float> table(64);
   for (const std::int64_t position : {0LL, 1LL, 4095LL, 999999LL, 1000000LL, 16000000LL}) {
-    rope_table(frequencies, position, table);
+    rope_table(angles, position, table);
     for (std::size_t i = 0; i < 32; ++i) {
       const long double angle = static_cast<long double>(position) / 8.0L *
                                 std::pow(500000.0L, -2.0L * static_cast<long double>(i) / 64.0L);
@@ -476,17 +501,16 @@ TEST_CASE("RoPE angles hold at a position of a million") {
 }
 
 TEST_CASE("RoPE factors divide frequencies, and pairs turn as told") {
-  Config c = tiny::config();
-  c.rope_dims = 4;
-  c.rope_base = 100.0;
-  const std::vector<float> factors = {1.0f, 4.0f};
-  const std::vector<double> frequencies = rope_frequencies(c, factors);
+  Rope rope;
+  rope.base = 100.0;
+  rope.factors = {1.0f, 4.0f};
+  const std::vector<double> frequencies = rope_angles(rope, 4, 0).frequencies;
   CHECK(frequencies[0] == doctest::Approx(1.0));
   CHECK(frequencies[1] == doctest::Approx(0.1 / 4));
 
   const double quarter = std::numbers::pi / 2;
   std::vector<float> table(4);
-  rope_table(std::vector<double>{quarter, 2 * quarter}, 1, table);
+  rope_table({{quarter, 2 * quarter}, 1.0}, 1, table);
   std::vector<float> head = {1, 2, 3, 4, 9};
   rope_apply(head, table, RopePairing::Interleaved);  // (1, 2) by a quarter turn, (3, 4) by a half
   const std::vector<float> interleaved = {-2, 1, -3, -4, 9};

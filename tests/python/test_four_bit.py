@@ -30,7 +30,8 @@ GPTQ: dict[str, Any] = {
 
 def words(nibbles: list[Array]) -> Array:
     """int32 words of eight matrices, the first in the lowest four bits."""
-    return sum(n.astype(np.uint64) << (4 * i) for i, n in enumerate(nibbles)).astype(np.uint32).view(np.int32)
+    total = sum(n.astype(np.int64) * 16**i for i, n in enumerate(nibbles))
+    return (total % 2**32).astype(np.uint32).view(np.int32)
 
 
 def awq_words(values: Array) -> Array:
@@ -62,7 +63,7 @@ class Layer:
         return {"x.qweight": awq_words(self.q), "x.qzeros": awq_words(self.zero), "x.scales": self.scale}
 
     def gptq(self, v2: bool = False, index: bool = True) -> dict[str, Array]:
-        stored = self.zero if v2 else (self.zero - 1) % 16
+        stored = self.zero if v2 else self.zero - 1
         tensors = {
             "x.qweight": words([self.q[row::8] for row in range(8)]),
             "x.qzeros": words([stored[:, column::8] for column in range(8)]),
@@ -107,7 +108,7 @@ def test_awq() -> None:
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("index", [False, True])
 def test_gptq(v2: bool, index: bool) -> None:
-    """All zero points from 0 to 15 occur: the first version wraps 0 to 15."""
+    """All zero points from 0 to 15 occur: in the first version a 0 borrows from the one behind it."""
     layer = Layer()
     assert set(layer.zero.ravel()) >= {0, 15}
     config = GPTQ | {"checkpoint_format": "gptq_v2" if v2 else "gptq"}

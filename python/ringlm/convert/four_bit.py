@@ -197,7 +197,8 @@ class _Gptq(FourBit):
     """``qweight`` [n_in / 8, n_out], ``qzeros`` [n_groups, n_out / 8], ``scales`` [n_groups, n_out], and
     ``g_idx`` [n_in], the group of each input.
 
-    The first version of the format stores a zero point less one, modulo 16.
+    The first version of the format stores every zero point less one. Its writers subtract from the whole
+    word, so a zero point of 0 borrows from the next one; adding to the whole word gives both back.
     """
 
     def __init__(
@@ -225,10 +226,7 @@ class _Gptq(FourBit):
         import numpy as np
 
         stored = self._words(f"{prefix}.qzeros", (n_groups, n_out // _PER_WORD))
-        zeros = _along_outputs(stored, range(_PER_WORD))
-        zeros += np.uint8(self._zero_offset)
-        zeros &= np.uint8(15)
-        return zeros
+        return _along_outputs(stored + np.uint32(0x11111111 * self._zero_offset), range(_PER_WORD))
 
     def _check_order(self, prefix: str, n_in: int, group: int) -> None:
         import numpy as np
