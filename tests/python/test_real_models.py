@@ -82,5 +82,7 @@ def test_text_comes_back(tokenizer: Tokenizer) -> None:
     ]
     assert len(texts) > 300
     for text in texts:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+        # A typed U+2581 is a space to SentencePiece.
+        spelled = text if tokenizer.model == "gpt2" else text.replace("\u2581", " ")
+        assert tokenizer.decode(tokenizer.encode(text)) == spelled
     assert tokenizer.eog_ids >= {tokenizer.eos_id, tokenizer.eot_id}
