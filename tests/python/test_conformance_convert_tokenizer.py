@@ -37,8 +37,7 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     tokens, merges = train_byte_level(600)
     tokens = [*tokens, "Ġxyzzy", BOS, EOS, END]
     n = len(tokens)
-    theirs, ours, metadata = saved(byte_level(pre, tokens, merges), tmp_path, eos_token_id=[n - 2, n - 1])
-    assert metadata["tokenizer.ggml.pre"] == pre
+    theirs, ours, _ = saved(byte_level(pre, tokens, merges), tmp_path, eos_token_id=[n - 2, n - 1])
     for text in [*TEXTS, "say xyzzy now"]:
         plain = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ours.encode(text, add_special=False) == plain, repr(text)
