@@ -36,6 +36,17 @@ def saved(folder: Path) -> dict[str, Array]:
     }
 
 
+@pytest.mark.parametrize("recipe", ["mixtral", "qwen2moe", "qwen3moe"])
+def test_experts_as_transformers_5_holds_them(tmp_path: Path, recipe: str) -> None:
+    """Fused in a checkpoint, which it writes on request, as well as one by one."""
+    model = recipes.build(recipe)
+    recipes.save(model, recipe, tmp_path / "apart" / "m")
+    model.float().save_pretrained(tmp_path / "fused" / "m", save_original_format=False)
+    for name in ("apart", "fused"):
+        convert(tmp_path / name / "m", tmp_path / f"{name}.gguf", "f16", tokenizer=False)
+    assert (tmp_path / "apart.gguf").read_bytes() == (tmp_path / "fused.gguf").read_bytes()
+
+
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_names_and_numbers(tmp_path: Path, recipe: str) -> None:
     folder = recipes.save(recipes.build(recipe), recipe, tmp_path / "m")

@@ -204,6 +204,17 @@ def test_every_end_of_generation_config_ends(
     assert {*(ends if isinstance(ends, list) else [ends])} <= {*reads.eog_ids}
 
 
+def test_ids_of_generation_config_come_last(tmp_path: Path) -> None:
+    """The first Qwen's are there only."""
+    files = {
+        "tokenizer.json": byte_level_json(),
+        "config.json": {"eos_token_id": None, "pad_token_id": 603},
+        "generation_config.json": {"eos_token_id": 602, "pad_token_id": 600},
+    }
+    found = tokenizer_metadata(write_folder(tmp_path / "m", files), 620)
+    assert (found[key("eos_token_id")], found[key("padding_token_id")]) == (602, 603)
+
+
 def test_tiktoken(tmp_path: Path) -> None:
     """The first Qwen: ranks in place of merges, control tokens behind them."""
     tokens, merges = train_byte_level(600)

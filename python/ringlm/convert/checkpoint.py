@@ -168,6 +168,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def optional_json(file: Path) -> dict[str, Any]:
+    """The same; nothing where there is no such file."""
+    return read_json(file) if file.is_file() else {}
+
+
 def _only_file(folder: Path) -> Path:
     if (folder / SINGLE).is_file():
         return folder / SINGLE

@@ -17,7 +17,7 @@ from ringlm.errors import FileFormatError, UnsupportedModelError
 from ringlm.pretokenizers import name_of
 from ringlm.vocab import TokenType
 
-from .checkpoint import read_json
+from .checkpoint import optional_json, read_json
 from .sentencepiece_model import read_model
 from .special_tokens import special_metadata, steps_of
 from .tiktoken import read_tiktoken
@@ -53,7 +53,7 @@ def tokenizer_metadata(folder: Path, n_vocab: int) -> dict[str, Any]:
     kind of tokenizer that GGUF has no name for, OSError.
     """
     parsed = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
-    config = _optional_json(folder / "tokenizer_config.json")
+    config = optional_json(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file() and not _is_byte_level(parsed):
         tokens = _from_sentencepiece(folder / "tokenizer.model", config)
     elif parsed is not None and _is_byte_level(parsed):
@@ -82,10 +82,6 @@ def tokenizer_metadata(folder: Path, n_vocab: int) -> dict[str, Any]:
     if tokens.model == "llama":
         metadata["tokenizer.ggml.scores"] = tokens.scores
     return metadata | special_metadata(folder, config, parsed, tokens.ids(), tokens.model == "llama")
-
-
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
 
 
 def _model_of(parsed: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,7 +211,7 @@ def _added_tokens(
 ) -> dict[int, dict[str, Any]]:
     """Tokens beside the model's own, by id, from the three places where they are written."""
     found: dict[int, dict[str, Any]] = {}
-    for text, i in _optional_json(folder / "added_tokens.json").items():
+    for text, i in optional_json(folder / "added_tokens.json").items():
         if type(i) is int:
             found[i] = {"content": text, "special": False}
     decoder = config.get("added_tokens_decoder")
