@@ -52,7 +52,7 @@ def rope_options(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
             f"rope is {rope!r:.80}; expected a mapping such as {{'rope_type': 'linear', 'factor': 2.0}}"
         )
     kind = rope.get("rope_type", rope.get("type", "none"))
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise InvalidArgument(f"rope: the type is {kind!r:.40}; there are {', '.join(_TYPES)}")
     missing = [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]
     if missing:
