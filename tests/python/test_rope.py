@@ -78,7 +78,7 @@ def test_a_scaled_model_reads_more(path: Path, kind: str) -> None:
         assert (model.config.rope_scaling, model.config.n_ctx_limit) == (kind, 160)
         with model.session(n_ctx=160) as session:
             session.prefill([1, 2, 3] * 53)
-        with pytest.raises(InvalidArgument, match="n_ctx is 161; expected 1 to 160.*times its RoPE scaling"):
+        with pytest.raises(InvalidArgument, match=r"n_ctx is 161; expected 1 to 160.*times its RoPE scaling"):
             model.session(n_ctx=161)
 
 
