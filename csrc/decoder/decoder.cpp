@@ -41,8 +41,13 @@ void turn(const Network& net, const Step& s, std::size_t m, bool keys_are_centre
   for (std::size_t rope = 0; rope < net.config.ropes.size(); ++rope) {
     const RopeAngles& angles = net.ropes.at(static_cast<std::int32_t>(rope), s.rows[m].regime);
     const Angles& to = s.a.angles[rope];
-    rope_table(angles, p, to.own.subspan(m * n, n));
-    rope_table(angles, std::min(p, l.n_ctx - 1), to.pinned.subspan(m * n, n));
+    const std::span<float> own = to.own.subspan(m * n, n), pinned = to.pinned.subspan(m * n, n);
+    rope_table(angles, p, own);
+    if (p < l.n_ctx || l.pinned == 0) {
+      std::ranges::copy(own, pinned.begin());
+    } else {
+      rope_table(angles, l.n_ctx - 1, pinned);
+    }
     if (!keys_are_centred) continue;
     const std::int64_t length = l.epoch(), epoch = p / length;
     for (const auto& [e, index] :

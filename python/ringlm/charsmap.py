@@ -12,6 +12,7 @@ from array import array
 from ringlm.errors import FileFormatError
 
 _KEY = "tokenizer.ggml.precompiled_charsmap"
+_LONGEST = 1024  # bytes that one sequence may become; the longest of NFKC has 33
 
 
 class Charsmap:
@@ -53,8 +54,8 @@ class Charsmap:
     def _text(self, place: int) -> bytes:
         text = self._found.get(place)
         if text is None:
-            end = self._texts.find(b"\0", place)
-            if end < 0:
+            end = self._texts.find(b"\0", place, place + _LONGEST)
+            if end < 0:  # behind the block, or without an end
                 raise _out_of_bounds("text", place, len(self._texts))
             text = self._found[place] = self._texts[place:end]
         return text

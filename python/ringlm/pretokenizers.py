@@ -52,6 +52,8 @@ _DEEPSEEK_LETTERS = (
 )
 _DEEPSEEK_CJK = ("split", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
 _NEWLINE = ("split", r"[\r\n]")
+# Published as \s+$, which tries every space of a long run anew, each time to its end.
+_SPACE_AT_END = ("split", r"(?<!\s)\s+$")
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,17 @@ _DEEPSEEK3_RULES = PreTokenizer(
 )
 # llama.cpp's rules for files whose converter did not know the model's.
 _DEFAULT_RULES = PreTokenizer(
-    (("punctuation", "runs"), _GPT2, ("digits", "runs"), ("split", "[0-9][0-9][0-9]"), _BYTES)
+    (
+        ("split", r"[\p{P}$+<=>^~|]+"),
+        _GPT2,
+        ("digits", "runs"),
+        ("split", "[0-9][0-9][0-9]"),
+        _BYTES,
+    )
 )
 
-# The first name of equal rules is the one that `name_of` gives.
+# The first name of equal rules is the one that `name_of` gives. Some of the others are here because llama.cpp
+# takes them for the same rule (docs/text.md lists them).
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2_RULES,
     "phi-2": _GPT2_RULES,
@@ -136,7 +145,7 @@ PRE_TOKENIZERS = {
             _NEWLINE,
             ("split", rf"\s?[{_DEEPSEEK_LETTERS}]+"),
             ("split", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
-            ("split", r"\s+$"),
+            _SPACE_AT_END,
             _DEEPSEEK_CJK,
             ("digits", "each"),
             _BYTES,
@@ -209,7 +218,7 @@ def _build_step(kind: str, argument: str) -> tokenizers.pre_tokenizers.PreTokeni
 _SAME_STEP: dict[Step, Step] = {
     ("split", r"\p{N}"): ("digits", "each"),
     ("split", r"\p{N}+"): ("digits", "runs"),
-    ("split", r"\p{N}{1}"): ("digits", "each"),
+    ("split", r"\s+$"): _SPACE_AT_END,
 }
 _POSSESSIVE = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]++[\r\n]*"

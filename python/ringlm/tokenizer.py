@@ -11,7 +11,7 @@ from typing import Any
 from ringlm.detokenizer import TokenStream
 from ringlm.errors import FileFormatError, InvalidArgument
 from ringlm.token_matcher import TokenMatcher
-from ringlm.vocab import LONE_SURROGATE, Metadata, TokenType, load_vocab
+from ringlm.vocab import LONE_SURROGATE, Metadata, TokenType, Vocab, load_vocab
 
 
 class Tokenizer:
@@ -19,7 +19,8 @@ class Tokenizer:
 
     ``Tokenizer(path)`` or ``Tokenizer(file)`` with an open ``ringlm._core.GGUF``. Supported are
     byte-level BPE (``tokenizer.ggml.model = "gpt2"``, see ``ringlm.pretokenizers``), SentencePiece BPE
-    (``"llama"``) and SentencePiece Unigram (``"t5"``). Immutable, may be shared by threads.
+    (``"llama"``), SentencePiece Unigram (``"t5"``) and BPE over characters (``"gemma4"``). Immutable, may
+    be shared by threads.
 
     Raises UnsupportedModelError for other kinds, FileFormatError for contradicting metadata.
 
@@ -34,28 +35,19 @@ class Tokenizer:
         self._ids = vocab.ids_by_text()
         self._model: Any
         self._escape: Callable[[str], str] = str
-        bos_default = eos_default = False
-        if vocab.model == "llama":
-            from ringlm.sentencepiece_bpe import SentencePieceBPE
-            from ringlm.spm_vocab import escape
-
-            self._escape = escape
-            self._model = SentencePieceBPE(vocab, self._ids)
-            bos_default = True
-        elif vocab.model == "t5":
-            from ringlm.spm_vocab import escape
-            from ringlm.unigram import Unigram
-
-            self._escape = escape
-            self._model = Unigram(vocab, self._ids)
-            eos_default = True
-        else:
+        bos_default, eos_default = vocab.model == "llama", vocab.model == "t5"
+        if vocab.model == "gpt2":
             from ringlm.byte_level_bpe import ByteLevelBPE
             from ringlm.pretokenizers import find_pre_tokenizer
 
             rules = find_pre_tokenizer(vocab.pre)
             self._model = ByteLevelBPE(vocab, self._ids, rules)
             bos_default = rules.add_bos
+        else:
+            from ringlm.spm_vocab import escape
+
+            self._escape = escape
+            self._model = _character_model(vocab, self._ids)
         self._add_bos = self._wants("bos", vocab.add_bos, bos_default)
         self._add_eos = self._wants("eos", vocab.add_eos, eos_default)
 
@@ -135,7 +127,7 @@ class Tokenizer:
 
     @property
     def model(self) -> str:
-        """``"gpt2"`` (byte-level BPE), ``"llama"`` (SentencePiece BPE) or ``"t5"`` (Unigram)."""
+        """``tokenizer.ggml.model``: ``"gpt2"``, ``"llama"``, ``"t5"`` or ``"gemma4"``."""
         return self._vocab.model
 
     @property
@@ -216,6 +208,20 @@ class Tokenizer:
                 f"tokenizer.ggml.add_{name}_token is true, but tokenizer.ggml.{name}_token_id is missing"
             )
         return known and (default if said is None else said)
+
+
+def _character_model(vocab: Vocab, ids: dict[str, int]) -> Any:
+    if vocab.model == "llama":
+        from ringlm.sentencepiece_bpe import SentencePieceBPE
+
+        return SentencePieceBPE(vocab, ids)
+    if vocab.model == "t5":
+        from ringlm.unigram import Unigram
+
+        return Unigram(vocab, ids)
+    from ringlm.raw_bpe import RawBPE
+
+    return RawBPE(vocab, ids)
 
 
 def _open(path: str | os.PathLike[str]) -> Metadata:

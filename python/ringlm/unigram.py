@@ -27,29 +27,33 @@ class Unigram:
         self._vocab = vocab
         self._fallback = Fallback(vocab)
         self._charsmap = Charsmap(vocab.charsmap)
+        self._ids = ids
         normal = vocab.of_type(TokenType.NORMAL)
-        user = vocab.of_type(TokenType.USER_DEFINED)
-        worst = min((vocab.scores[i] for i in normal), default=0.0)
-        best = max((vocab.scores[i] for i in normal), default=0.0)
-        best = max(best, _SMALLEST)
-        self._unknown_score = _float32(worst - _UNKNOWN_PENALTY)
-        self._scores = {vocab.tokens[i]: vocab.scores[i] for i in normal}
-        for i in user:  # better than the best piece, for each byte
-            text = vocab.tokens[i]
-            self._scores[text] = _float32(len(text.encode("utf-8", "surrogateescape")) * best - 0.1)
-        self._ids = {text: ids[text] for text in self._scores}
-        self._user_defined = TokenMatcher({vocab.tokens[i]: i for i in user})
-        lengths: dict[str, set[int]] = {}
-        for text in self._scores:
-            lengths.setdefault(text[:1], set()).add(len(text))
-        self._lengths = {first: sorted(own) for first, own in lengths.items()}
+        user = {vocab.tokens[i]: i for i in vocab.of_type(TokenType.USER_DEFINED)}
+        self._user_defined = TokenMatcher(user)
+        known = [vocab.scores[i] for i in normal] or [0.0]
+        best = max(_SMALLEST, *known)
+        self._unknown_score = _float32(min(known) - _UNKNOWN_PENALTY)
+        # None for what no text becomes by itself: control, unused and byte tokens.
+        self._scores: list[float | None] = [None] * len(vocab.tokens)
+        for i in normal:
+            self._scores[i] = vocab.scores[i]
+        for text, i in user.items():  # better than the best piece, for each byte
+            self._scores[i] = _float32(len(text.encode("utf-8", "surrogateescape")) * best - 0.1)
+        lengths: dict[str, list[int]] = {}
+        for first, length in sorted({(text[:1], len(text)) for text in ids}):
+            lengths.setdefault(first, []).append(length)
+        self._lengths = lengths
 
     def encode(self, text: str) -> list[int]:
         """Ids of one run of text between control tokens, with the space prefix of the vocabulary."""
         ids: list[int] = []
         for piece in self._best_pieces(self._normalize(text)):
             token = self._ids.get(piece)
-            ids += [token] if token is not None else self._fallback.ids(piece)
+            if token is None or self._scores[token] is None:
+                ids += self._fallback.ids(piece)
+            else:
+                ids.append(token)
         return self._fallback.one_unknown(ids)
 
     def token_bytes(self, token: int) -> bytes:
@@ -85,7 +89,7 @@ class Unigram:
                     end = begin + 1
                     while end < len(raw) and raw[end] & 0xC0 == 0x80:
                         end += 1
-                    yield raw[begin:end].decode("utf-8")
+                    yield raw[begin:end].decode("utf-8", "replace")  # altered rules may cut a character
                 else:
                     yield found[0].decode("utf-8", "replace")
                     end = found[1]
@@ -97,7 +101,7 @@ class Unigram:
         best: list[float | None] = [None] * (n + 1)  # sum of the best cut of text[:i]
         start = [0] * (n + 1)  # where its last piece begins
         best[0] = 0.0
-        find, lengths = self._scores.get, self._lengths
+        find, scores, lengths = self._ids.get, self._scores, self._lengths
         for begin in range(n):
             here = best[begin]
             assert here is not None  # every character is a piece or unknown
@@ -106,8 +110,8 @@ class Unigram:
                 end = begin + length
                 if end > n:
                     break
-                score = find(text[begin:end])
-                if score is None:
+                token = find(text[begin:end])
+                if token is None or (score := scores[token]) is None:
                     continue
                 alone |= length == 1
                 total = _float32(score + here)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ringlm.errors import FileFormatError, UnsupportedModelError
 
-MODELS = ("gpt2", "llama", "t5")
+MODELS = ("gpt2", "llama", "t5", "gemma4")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Texts of tokens that end a turn, most specific first. A base model has the last ones only.
@@ -19,6 +19,7 @@ END_OF_TURN = (
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<EOT>",
@@ -28,12 +29,13 @@ END_OF_TURN = (
     "<end_of_utterance>",
 )
 END_OF_MESSAGE = ("<|eom_id|>",)
-# Generation stops there too: tool calls and final answers (harmony), file borders (fill in the middle).
+# Generation stops there too: tool calls (harmony, Gemma 4), final answers, file borders (fill in the middle).
 _END_OTHERS = (
     "<|return|>",
     "<|call|>",
     "<|flush|>",
     "<|calls|>",
+    "<|tool_response>",
     "[EOS]",
     "<|fim_pad|>",
     "<fim-pad>",
@@ -77,7 +79,7 @@ class Vocab:
     tokens: list[str]  # bytes that are not UTF-8 are lone surrogates (surrogateescape)
     types: bytes  # TokenType of each id
     scores: list[float]  # of "llama" and "t5", else empty
-    merges: list[str]  # of "gpt2", else empty
+    merges: list[str]  # of "gpt2" and "gemma4", else empty
     add_space_prefix: bool
     remove_extra_whitespaces: bool  # "t5"
     charsmap: bytes  # "t5": SentencePiece's precompiled normalization, empty for none
@@ -119,7 +121,7 @@ def load_vocab(file: Metadata) -> Vocab:
     if model not in MODELS:
         raise UnsupportedModelError(
             f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' (byte-level BPE), "
-            "'llama' (SentencePiece BPE) and 't5' (SentencePiece Unigram)"
+            "'llama' (SentencePiece BPE), 't5' (SentencePiece Unigram) and 'gemma4' (BPE over characters)"
         )
     tokens = _strings(file, "tokenizer.ggml.tokens")
     if not tokens:
@@ -129,7 +131,7 @@ def load_vocab(file: Metadata) -> Vocab:
     scores: list[float] = []
     merges: list[str] = []
     charsmap = b""
-    if model == "gpt2":
+    if model in ("gpt2", "gemma4"):
         merges = _strings(file, "tokenizer.ggml.merges")
     else:
         scores = _scores(file, len(tokens))
@@ -146,7 +148,7 @@ def load_vocab(file: Metadata) -> Vocab:
         types=types,
         scores=scores,
         merges=merges,
-        add_space_prefix=prefix and model != "gpt2",
+        add_space_prefix=prefix and model in ("llama", "t5"),
         remove_extra_whitespaces=extra and model == "t5",
         charsmap=charsmap,
         add_bos=_typed(file, "tokenizer.ggml.add_bos_token", bool, None),

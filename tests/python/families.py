@@ -1,6 +1,7 @@
 """The recipes of models/recipes.toml as GGUF files, with what transformers computes of them.
 
 Files are made once in a test run: by transformers, as a checkpoint, and from that by `ringlm convert`.
+`python tests/python/families.py` prints the largest error of each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import recipes
+from random_llama import worst
 from ringlm import _core
 from ringlm.convert import convert
 
@@ -88,6 +90,13 @@ def read_at_once(
     return out
 
 
+def errors(name: str, backend: str = "cpu") -> list[float]:
+    """Largest difference over largest logit, of a text that stays below LongRoPE's switch and of one that
+    does not."""
+    m = made(name)
+    return [worst(read_at_once(m.path, m.tokens[:n], backend), m.expected(n)) for n in (40, N_TOKENS)]
+
+
 Change = Callable[[dict[str, Any], dict[str, Array]], None]
 
 
@@ -117,3 +126,14 @@ def edited(path: Path, to: Path, change: Change) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return to
+
+
+if __name__ == "__main__":
+    print(
+        f"{'recipe':28} {'architecture':12} {'layers':>6} {'heads':>6} {'group':>5} {'width':>5}  worst error"
+    )
+    for name in recipes.names():
+        c = _core.Model(str(made(name).path), 1).config
+        shape = f"{c.n_layer:6} {c.n_head:6} {c.group:5} {c.head_dim:5}"
+        print(f"{name:28} {c.architecture:12} {shape}  {max(errors(name)):.1e}")
+    forget()

@@ -233,6 +233,14 @@ def test_nothing_remains_of_a_conversion_that_ends_early(tmp_path: Path, error: 
     assert [*target.parent.iterdir()] == [target] and target.read_text() == "before"
 
 
+def test_the_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", CONFIG, TENSORS)
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(InvalidArgument, match="is a file of the checkpoint"):
+        convert(folder, folder / "model.safetensors", tokenizer=False)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
 def test_a_full_disk_is_seen_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "m", CONFIG, TENSORS)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))

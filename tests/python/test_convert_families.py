@@ -176,6 +176,34 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
         },
         [],
     ),
+    # What the first checkpoints leave to the defaults of transformers.
+    "gemma3-4b": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            }
+        },
+        {
+            "vocab_size": 262208,
+            "context_length": 131072,
+            "attention.head_count": 8,
+            "attention.head_count_kv": 4,
+            "attention.key_length": 256,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "attention.sliding_window": 1024,
+            "attention.sliding_window_pattern": 6,
+            "rope.freq_base": 1000000.0,
+            "rope.freq_base_swa": 10000.0,
+            "rope.scaling.factor": 8.0,
+        },
+        ["attention.scale"],
+    ),
     "gemma3-irregular": (
         "Gemma3ForCausalLM",
         {**GEMMA, "num_hidden_layers": 4, "layer_types": [SLIDING, FULL, FULL, SLIDING]},

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ringlm.errors import FileFormatError, InvalidArgument, UnsupportedModelError
 from ringlm.rewrite import Progress
 
 from .checkpoint import Checkpoint
 from .config import Config
-from .families import FAMILIES, Family, sizes
-from .four_bit import FourBit, reader_for
-from .plan import Planner, common_metadata
+from .families import FAMILIES, Family
+from .four_bit import reader_for
+from .hyperparameters import common_metadata, sizes
+from .plan import Planner
 from .rope import Factors, Metadata, parameters, rope
 from .tokenizer import tokenizer_metadata
 from .write import write
@@ -66,7 +68,11 @@ def convert(
     if tokenizer:
         metadata |= tokenizer_metadata(folder, model.sizes["vocab"])
     checkpoint = Checkpoint(folder)
-    four_bit = _four_bit(model.config, checkpoint)
+    if target.exists() and any(target.samefile(file) for file in checkpoint.files):
+        raise InvalidArgument(f"{target} is a file of the checkpoint; give another name for the output")
+    four_bit = None
+    if model.quantization is not None:
+        four_bit = reader_for(model.quantization, checkpoint.array, checkpoint.__contains__)
     planner = Planner(checkpoint, model.family, model.sizes, type, four_bit)
     tensors = planner.plan(model.config, model.factors)
     size = write(target, model.family.arch, metadata, tensors, progress)
@@ -82,15 +88,22 @@ class Description:
     sizes: dict[str, int]
     metadata: Metadata
     factors: Factors
+    quantization: dict[str, Any] | None  # of AWQ and GPTQ checkpoints
 
 
 def describe(folder: Path) -> Description:
     """Read config.json. Raises FileFormatError, UnsupportedModelError, OSError."""
-    config, family = _family(Config.read(folder))
+    file = Config.read(folder)
+    quantization = _quantization(file)
+    config, family = _family(file)
     found = sizes(config)
     rope_metadata, factors = _rope(config, family, found)
-    metadata = {**common_metadata(config, family, found), **rope_metadata, **family.extra(config, found)}
-    return Description(family, config, found, metadata, factors)
+    metadata = {
+        **common_metadata(config, family.arch, family.activations, found),
+        **rope_metadata,
+        **family.extra(config, found),
+    }
+    return Description(family, config, found, metadata, factors, quantization)
 
 
 def _family(config: Config) -> tuple[Config, Family]:
@@ -102,8 +115,7 @@ def _family(config: Config) -> tuple[Config, Family]:
             f"{config.file}: architectures is {names!r}; supported are {', '.join(FAMILIES)}"
         )
     if "text_config" in config:
-        outer = {"quantization_config": config.get("quantization_config")}
-        config = Config(config.file, config.table("text_config") | outer)
+        config = config.section("text_config")
     return config.read_as(FAMILIES[name].defaults, FAMILIES[name].aliases), FAMILIES[name]
 
 
@@ -147,7 +159,7 @@ def _two_ropes(config: Config, params: Config, found: dict[str, int]) -> tuple[M
     return metadata, factors
 
 
-def _four_bit(config: Config, checkpoint: Checkpoint) -> FourBit | None:
+def _quantization(config: Config) -> dict[str, Any] | None:
     if "quantization_config" not in config:
         return None
     fields = config.table("quantization_config")
@@ -157,4 +169,4 @@ def _four_bit(config: Config, checkpoint: Checkpoint) -> FourBit | None:
             f"{config.file}: quant_method is {method!r}; supported are awq and gptq. "
             "Convert the model that was not quantized"
         )
-    return reader_for(fields, checkpoint.array, checkpoint.__contains__)
+    return fields

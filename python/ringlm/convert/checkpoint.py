@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,11 +59,12 @@ class Checkpoint(Mapping[str, tuple[int, ...]]):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._entries: dict[str, _Entry] = {}
+        self._maps: list[mmap.mmap] = []
         index = folder / INDEX
         if index.is_file():
             self._open_all(index)
         else:
-            self._entries = _open(_only_file(folder))
+            self._entries = self._open(_only_file(folder))
 
     def _open_all(self, index: Path) -> None:
         weight_map = read_json(index).get("weight_map")
@@ -75,10 +77,24 @@ class Checkpoint(Mapping[str, tuple[int, ...]]):
             if file not in files:
                 if not (self.folder / file).is_file():
                     raise FileFormatError(f"{index}: {file} is not there; download the whole checkpoint")
-                files[file] = _open(self.folder / file)
+                files[file] = self._open(self.folder / file)
             if name not in files[file]:
                 raise FileFormatError(f"{index}: {name} is not in {file}; download the checkpoint again")
             self._entries[name] = files[file][name]
+
+    def _open(self, file: Path) -> dict[str, _Entry]:
+        size = file.stat().st_size
+        if size < 8:
+            raise FileFormatError(f"{file}: {size} bytes; a safetensors file has at least 8")
+        with open(file, "rb") as opened:
+            self._maps.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        return _parse(file, np.frombuffer(self._maps[-1], np.uint8))
+
+    def release(self) -> None:
+        """What was read so far need not stay in memory."""
+        for mapping in self._maps:
+            if hasattr(mapping, "madvise"):
+                mapping.madvise(mmap.MADV_DONTNEED)
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
@@ -91,6 +107,10 @@ class Checkpoint(Mapping[str, tuple[int, ...]]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({entry.file for entry in self._entries.values()})
 
     def dtype(self, name: str) -> str:
         """``F32``, ``BF16``, … as the file names it."""
@@ -148,6 +168,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def optional_json(file: Path) -> dict[str, Any]:
+    """The same; nothing where there is no such file."""
+    return read_json(file) if file.is_file() else {}
+
+
 def _only_file(folder: Path) -> Path:
     if (folder / SINGLE).is_file():
         return folder / SINGLE
@@ -161,11 +186,8 @@ def _only_file(folder: Path) -> Path:
     raise FileFormatError(f"{folder}: there is no {SINGLE} and no {INDEX}{hint}")
 
 
-def _open(file: Path) -> dict[str, _Entry]:
-    size = file.stat().st_size
-    if size < 8:
-        raise FileFormatError(f"{file}: {size} bytes; a safetensors file has at least 8")
-    data: Array = np.memmap(file, np.uint8, "r")
+def _parse(file: Path, data: Array) -> dict[str, _Entry]:
+    size = len(data)
     length = int.from_bytes(data[:8].tobytes(), "little")
     if length > min(size - 8, _MAX_HEADER):
         raise FileFormatError(f"{file}: a header of {length} bytes in a file of {size}; download it again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,9 @@ from ringlm.rewrite import NewTensor, quantized
 
 from .checkpoint import Array, Checkpoint
 from .config import Config
-from .families import FUSED_DOWN, FUSED_GATE_UP, Experts, Family, Sizes, Tensor, is_sparse
+from .families import FUSED_DOWN, FUSED_GATE_UP, Experts, Family, Tensor
 from .four_bit import FourBit
+from .hyperparameters import Sizes, is_sparse
 
 _BLOCK = 1 << 21  # numbers that are converted together
 _SKIPPED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")  # constants that old files carry
@@ -44,15 +44,23 @@ class Part:
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], type: str, parts: Sequence[Part], offset: float = 0.0
+    name: str,
+    shape: tuple[int, ...],
+    type: str,
+    parts: Sequence[Part],
+    offset: float,
+    release: Callable[[], None],
 ) -> NewTensor:
-    """A tensor of the file, its rows read and converted some at a time, `offset` added to each number."""
+    """A tensor of the file, its rows read and converted some at a time, `offset` added to each number.
+
+    `release` is called when rows were read and are no longer needed."""
 
     def pieces() -> Iterator[Array]:
         for part in parts:
             step = part.n_rows if part.whole else max(1, _BLOCK // shape[-1])
             for start in range(0, part.n_rows, step):
                 block = part.block(start, min(start + step, part.n_rows))
+                release()
                 if block.dtype == np.uint8:  # four bits already
                     yield np.ascontiguousarray(block)
                     continue
@@ -136,7 +144,8 @@ class Planner:
     def _add(
         self, name: str, shape: tuple[int, ...], type: str, parts: Sequence[Part], offset: float = 0.0
     ) -> None:
-        self._tensors.append(_tensor(name, shape, type, parts, offset))
+        release = self._checkpoint.release
+        self._tensors.append(_tensor(name, shape, type, parts, offset, release))
 
     def _full(self, name: str) -> str:
         """The name that the file has: a text model may be a part of another one."""
@@ -156,7 +165,8 @@ class Planner:
         offset = self._family.norm_offset if tensor.gguf.endswith("norm") else 0.0
         self._add(f"{ours}{tensor.gguf}.weight", shape, type, [part], offset)
         bias = name + ".bias"
-        if tensor.bias == "required" or (tensor.bias == "optional" and bias in self._checkpoint):
+        is_there = tensor.bias == "optional" and bias in self._checkpoint and not self._is_idle(bias)
+        if is_there or tensor.bias == "required":
             self._check(bias, shape[:1])
             values = self._checkpoint.matrix(bias).read(slice(None))[0]
             values = values if order is None else values[order]
@@ -261,24 +271,3 @@ class Planner:
         # Tools that quantize write a bias of zeros for layers that have none.
         is_zero_bias = name.endswith(".bias") and not self._checkpoint.array(name).any()
         return name.endswith(_PACKED) or is_zero_bias
-
-
-def common_metadata(config: Config, family: Family, sizes: Sizes) -> dict[str, Any]:
-    """The metadata that all families share, without the architecture's name and RoPE."""
-    activation = config.get("hidden_activation") or config.get("hidden_act")
-    if activation not in family.activations:
-        raise UnsupportedModelError(
-            f"{config.file}: hidden_act is {activation!r}; {family.arch} computes {family.activations[0]}"
-        )
-    return {
-        "vocab_size": sizes["vocab"],
-        "context_length": sizes["ctx"],
-        "embedding_length": sizes["embd"],
-        "block_count": sizes["layers"],
-        "feed_forward_length": sizes["ff"],
-        "attention.head_count": sizes["n_head"],
-        "attention.head_count_kv": sizes["n_head_kv"],
-        "attention.key_length": sizes["head_dim"],
-        "attention.value_length": sizes["head_dim"],
-        "attention.layer_norm_rms_epsilon": config.positive("rms_norm_eps"),
-    }

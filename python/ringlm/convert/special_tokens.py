@@ -9,10 +9,12 @@ from typing import Any
 from ringlm.errors import FileFormatError
 from ringlm.vocab import END_OF_MESSAGE, END_OF_TURN
 
-from .checkpoint import read_json
+from .checkpoint import optional_json, read_json
 
 # Name in a checkpoint -> name in GGUF.
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# What SentencePiece calls them where nobody says otherwise.
+_SENTENCEPIECE = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
 
 
 def special_metadata(
@@ -24,10 +26,10 @@ def special_metadata(
 ) -> dict[str, Any]:
     """``tokenizer.ggml.*_token_id``, ``add_bos_token``, ``add_eos_token`` and ``tokenizer.chat_template``.
 
-    `config` is tokenizer_config.json, `parsed` tokenizer.json. A token named there comes before the id in
-    config.json.
+    `config` is tokenizer_config.json, `parsed` tokenizer.json. A token named there comes before an id in
+    config.json, and that before one in generation_config.json.
     """
-    special = _special_ids(folder, config, ids)
+    special = _special_ids(folder, config, ids, is_sentencepiece)
     texts = {i: text for text, i in ids.items()}
     special |= _ends(folder, special.get("eos"), texts)
     metadata: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": i for name, i in special.items()}
@@ -41,10 +43,12 @@ def special_metadata(
     return metadata
 
 
-def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    model = read_json(folder / "config.json")
+def _special_ids(
+    folder: Path, config: Mapping[str, Any], ids: Mapping[str, int], is_sentencepiece: bool
+) -> dict[str, int]:
+    model, generation = read_json(folder / "config.json"), optional_json(folder / "generation_config.json")
     text_model = model.get("text_config")
-    text_model = text_model if isinstance(text_model, dict) else {}
+    places = [model, text_model if isinstance(text_model, dict) else {}, generation]
     found: dict[str, int] = {}
     for theirs, ours in _NAMES.items():
         token = config.get(f"{theirs}_token")
@@ -53,10 +57,17 @@ def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int]
             if token in ids:
                 found[ours] = ids[token]
             continue
-        value = model.get(f"{theirs}_token_id", text_model.get(f"{theirs}_token_id"))
+        said = [
+            place[f"{theirs}_token_id"] for place in places if place.get(f"{theirs}_token_id") is not None
+        ]
+        value = said[0] if said else None
         value = value[0] if isinstance(value, list) and value else value
         if type(value) is int and value in ids.values():
             found[ours] = value
+        elif is_sentencepiece and f"{theirs}_token" not in config:
+            text = _SENTENCEPIECE[theirs]
+            if text in ids:
+                found[ours] = ids[text]
     return found
 
 
@@ -66,7 +77,7 @@ def _ends(folder: Path, eos: int | None, texts: Mapping[int, str]) -> dict[str, 
     Readers find the well-known ends by their text; of the others two can be named."""
     listed: list[int] = []
     for file in ("generation_config.json", "config.json"):
-        value = read_json(folder / file).get("eos_token_id") if (folder / file).is_file() else None
+        value = optional_json(folder / file).get("eos_token_id")
         if isinstance(value, list):
             listed = [i for i in value if type(i) is int and i in texts]
             break
@@ -132,6 +143,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if found is None and (folder / "chat_template.json").is_file():
         found = read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
+        found = next(
+            (t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None
+        )
     return found if isinstance(found, str) else None

@@ -17,13 +17,14 @@ from ringlm.errors import FileFormatError, UnsupportedModelError
 from ringlm.pretokenizers import name_of
 from ringlm.vocab import TokenType
 
-from .checkpoint import read_json
+from .checkpoint import optional_json, read_json
 from .sentencepiece_model import read_model
 from .special_tokens import special_metadata, steps_of
 from .tiktoken import read_tiktoken
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_CONTROL_LOOK = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # noqa: RUF001
+# Control tokens that some checkpoints do not call special.
+_CONTROL_LOOK = re.compile(r"<[|｜].*[|｜]>|<unused\d+>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL)  # noqa: RUF001
 _FAR = -1000.0  # score of tokens that no merge makes
 
 
@@ -52,9 +53,9 @@ def tokenizer_metadata(folder: Path, n_vocab: int) -> dict[str, Any]:
     kind of tokenizer that GGUF has no name for, OSError.
     """
     parsed = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
-    config = _optional_json(folder / "tokenizer_config.json")
+    config = optional_json(folder / "tokenizer_config.json")
     if (folder / "tokenizer.model").is_file() and not _is_byte_level(parsed):
-        tokens = _from_sentencepiece(folder / "tokenizer.model")
+        tokens = _from_sentencepiece(folder / "tokenizer.model", config)
     elif parsed is not None and _is_byte_level(parsed):
         tokens = _from_byte_level(folder / "tokenizer.json", parsed)
     elif parsed is not None:
@@ -83,10 +84,6 @@ def tokenizer_metadata(folder: Path, n_vocab: int) -> dict[str, Any]:
     return metadata | special_metadata(folder, config, parsed, tokens.ids(), tokens.model == "llama")
 
 
-def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
-
-
 def _model_of(parsed: Mapping[str, Any]) -> Mapping[str, Any]:
     model = parsed.get("model")
     return model if isinstance(model, Mapping) else {}
@@ -103,16 +100,22 @@ def _from_byte_level(file: Path, parsed: Mapping[str, Any]) -> Tokens:
     vocab, merges = _bpe(file, parsed)
     texts = _by_id(file, vocab)
     tokens = Tokens("gpt2", texts, [int(TokenType.NORMAL)] * len(texts))
-    tokens.rules = {"tokenizer.ggml.pre": name_of(parsed), "tokenizer.ggml.merges": _joined(merges)}
+    try:
+        pre = name_of(parsed)
+    except (AttributeError, KeyError, TypeError) as e:  # parts of another type than they have to be
+        raise FileFormatError(f"{file}: the normalizer or the pre_tokenizer is malformed: {e}") from None
+    tokens.rules = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": _joined(merges)}
     return tokens
 
 
-def _from_sentencepiece(file: Path) -> Tokens:
+def _from_sentencepiece(file: Path, config: Mapping[str, Any]) -> Tokens:
+    """tokenizer_config.json may change the prefix that the model was trained with."""
     model = read_model(file)
+    said = config.get("add_prefix_space")
     tokens = Tokens("llama", [*model.pieces], model.types, model.scores)
     tokens.rules = {
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.add_space_prefix": model.add_space_prefix,
+        "tokenizer.ggml.add_space_prefix": said if isinstance(said, bool) else model.add_space_prefix,
     }
     return tokens
 
@@ -208,7 +211,7 @@ def _added_tokens(
 ) -> dict[int, dict[str, Any]]:
     """Tokens beside the model's own, by id, from the three places where they are written."""
     found: dict[int, dict[str, Any]] = {}
-    for text, i in _optional_json(folder / "added_tokens.json").items():
+    for text, i in optional_json(folder / "added_tokens.json").items():
         if type(i) is int:
             found[i] = {"content": text, "special": False}
     decoder = config.get("added_tokens_decoder")
