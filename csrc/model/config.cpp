@@ -378,8 +378,9 @@ Config read_config(const gguf::File& file) {
   c.embedding_scale = keys.scale("embedding_scale", a.scaled_embedding ? std::sqrt(c.n_embd) : 1.0);
   c.residual_scale = keys.scale("residual_scale", 1.0);
   c.logit_scale = 1.0f / keys.scale("logit_scale", 1.0);
-  c.attn_softcap = keys.scale("attn_logit_softcapping", 0.0);
-  c.final_softcap = keys.scale("final_logit_softcapping", 0.0);
+  // In float32, capped values are off by 1e-7 of the cap.
+  c.attn_softcap = static_cast<float>(keys.number_or("attn_logit_softcapping", 0.0, 1e-3, 1e3));
+  c.final_softcap = static_cast<float>(keys.number_or("final_logit_softcapping", 0.0, 1e-3, 1e3));
 
   // Features that change the arithmetic and that nothing here computes.
   for (const char* key : {"attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
