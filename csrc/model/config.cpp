@@ -164,8 +164,8 @@ Rope read_rope(const Keys& keys, const Config& c) {
   }
   if (type != "yarn" || factor == 1.0) {
     if (const double x = keys.number_or("rope.scaling.attn_factor", 1.0, 1e-3, 1024.0); x != 1.0) {
-      throw UnsupportedModelError("'" + keys.full("rope.scaling.attn_factor") + "' is " + Keys::text(x) +
-                                  "; only YaRN and LongRoPE have such a factor");
+      throw FileFormatError("'" + keys.full("rope.scaling.attn_factor") + "' is " + Keys::text(x) +
+                            "; only YaRN and LongRoPE have such a factor");
     }
     if (type == "linear" && factor != 1.0) rope.scaling = RopeScaling::Linear, rope.factor = factor;
     return rope;
