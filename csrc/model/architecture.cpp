@@ -41,7 +41,12 @@ constexpr Architecture kArchitectures[] = {
      .wide_head_layers = 62,
      .context_is_scaled = true},
     {.name = "granite", .pairing = kInterleaved},
-    {.name = "olmo2", .pairing = kHalves, .norms = Norms::After, .qk_norm = QkNorm::Full},
+    {.name = "olmo2",
+     .pairing = kHalves,
+     .norms = Norms::After,
+     .qk_norm = QkNorm::Full,
+     .window_period = 4,
+     .window_rope_plain = true},
     {.name = "smollm3", .pairing = kInterleaved, .rope_period = 4},
 };
 

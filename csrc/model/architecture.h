@@ -22,6 +22,7 @@ struct Architecture {
   std::int32_t window_period = 0;     // every so many layers one has no window, where the file does not say
   std::int32_t rope_period = 0;       // every so many layers one turns nothing
   double window_rope_base = 0.0;      // of the layers with a window, where the file does not say; 0: the same
+  bool window_rope_plain = false;     // layers with a window turn by the base alone, without scaling
   std::int32_t wide_head_layers = 0;  // the size of the family whose scores are scaled by n_embd / n_head
   bool context_is_scaled = false;     // context_length is the length behind a linear scaling
 };

@@ -308,8 +308,9 @@ Config read_config(const gguf::File& file) {
   for (std::size_t i = 0; a.rope_period > 0 && i < c.rope_of.size(); ++i) {
     if (static_cast<std::int32_t>(i) % a.rope_period == a.rope_period - 1) c.rope_of[i] = -1;
   }
-  const double window_base = keys.number("rope.freq_base_swa", a.window_rope_base, 0.0, 1e30);
-  if (window_base != 0.0) {
+  const double own_base = a.window_rope_plain ? c.ropes[0].base : a.window_rope_base;
+  const double window_base = keys.number("rope.freq_base_swa", own_base, 0.0, 1e30);
+  if (window_base != 0.0 && std::ranges::any_of(c.windows, [](std::int32_t w) { return w > 0; })) {
     Rope local;
     local.base = window_base;
     local.original = c.n_ctx_train;
