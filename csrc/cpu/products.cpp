@@ -46,7 +46,8 @@ std::size_t Products::packed_bytes() const {
   return bytes;
 }
 
-// With experts the rows of each begin at an aligned place and are filled up to a whole tile.
+// With experts the rows of each take run_bytes(): whole tiles, and up to 64 bytes more. A step of one row has
+// no two slots in an expert.
 std::size_t Products::quantized_bytes(const Config& c, std::int64_t M) const {
   if (!packed_) return 0;
   const std::size_t dense = act_bytes(widest_input(c), M);

@@ -22,6 +22,11 @@ struct Input {
   std::size_t M;
 };
 
+// Where in Activations::quantized the rows of one expert end, that begin at 0: [n, cols] quantized.
+constexpr std::size_t run_bytes(std::int32_t cols, std::int64_t n) {
+  return (act_bytes(cols, n) + 63) / 64 * 64;
+}
+
 // y [M, rows] (+)= w x + bias, or into a row of its own for every token.
 struct Product {
   const MatrixView* w;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -14,7 +15,8 @@
 namespace ringlm {
 namespace {
 
-constexpr std::int64_t kMaxDim = 1 << 24;      // far above any model; products of two stay inside 64 bits
+constexpr std::int64_t kMaxDim = 1 << 24;  // far above any model; products of two stay inside 64 bits
+constexpr std::int32_t kMaxExperts = 1 << 14;
 constexpr std::int32_t kMaxHeadDim = 1 << 14;  // every thread holds a tile of keys and values as float32
 
 struct Keys {
@@ -26,12 +28,9 @@ struct Keys {
   // A count that must be in [1, kMaxDim]. `fallback` < 0 makes the key required.
   std::int32_t count(const char* key, std::int64_t fallback = -1) const {
     const std::string name = full(key);
-    if (const gguf::Value* v = file.find(name); v && v->type == gguf::ValueType::Array) {
-      throw UnsupportedModelError(
-          "'" + name + "' is an array of " + std::to_string(v->count) +
-          " values (one per layer); only models whose layers all have the same shape are supported");
-    }
-    const auto found = file.get_uint(name);
+    const gguf::Value* v = file.find(name);
+    const bool is_array = v && v->type == gguf::ValueType::Array;
+    const auto found = is_array ? same_for_all(name, *v) : file.get_uint(name);
     if (!found && fallback < 0) {
       throw FileFormatError("key '" + name + "' is missing; the architecture '" + arch +
                             "' needs it: convert the model again");
@@ -42,6 +41,18 @@ struct Keys {
                             std::to_string(kMaxDim));
     }
     return static_cast<std::int32_t>(n);
+  }
+
+  // The value of every layer, where it is one and the same.
+  static std::optional<std::uint64_t> same_for_all(const std::string& name, const gguf::Value& array) {
+    const std::vector<std::int64_t> values = gguf::to_ints(array, name);
+    if (values.empty() || values[0] < 0 ||
+        std::ranges::any_of(values, [&](std::int64_t x) { return x != values[0]; })) {
+      throw UnsupportedModelError(
+          "'" + name + "' is an array of " + std::to_string(values.size()) +
+          " values (one per layer); only models whose layers all have the same shape are supported");
+    }
+    return static_cast<std::uint64_t>(values[0]);
   }
 
   // A number that must be in [least, most].
@@ -59,6 +70,11 @@ struct Keys {
   float scale(const char* key, double fallback) const {
     const double x = number(key, 0.0, -1e9, 1e9);
     return static_cast<float>(x == 0.0 ? fallback : x);
+  }
+
+  // 0: none.
+  float cap(const char* key, double fallback) const {
+    return static_cast<float>(number(key, fallback, 0.0, 1e9));
   }
 
   std::vector<bool> flags(const std::string& name, const gguf::Value& array) const {
@@ -101,13 +117,15 @@ std::vector<float> rope_factors(const gguf::File& file, const std::string& name,
 
 // A type that is not known must not be ignored: the model would run and answer nonsense beyond its first few
 // thousand tokens.
-Rope read_rope(const Keys& keys, const Config& c) {
+Rope read_rope(const Keys& keys, const Architecture& a, const Config& c) {
   Rope rope;
   rope.base = keys.number("rope.freq_base", 10000.0, 1.0, 1e30);
   rope.original = keys.number("rope.scaling.original_context_length", c.n_ctx_train, 1.0, 1e9);
   rope.factors = rope_factors(keys.file, kRopeTensors[0], c.rope_dims);
   const double legacy = keys.number("rope.scale_linear", 1.0, 1.0, 1024.0);
-  const double factor = keys.number("rope.scaling.factor", legacy, 1.0, 1024.0);
+  const bool none = keys.file.get_float(keys.full("rope.scaling.factor")) == 0.0;  // as some files say it
+  const double factor = none ? 1.0 : keys.number("rope.scaling.factor", legacy, 1.0, 1024.0);
+  const double attn_factor = keys.number("rope.scaling.attn_factor", 0.0, 0.0, 1024.0);  // 0: none
   std::vector<float> short_factors = rope_factors(keys.file, kRopeTensors[1], c.rope_dims);
   std::vector<float> long_factors = rope_factors(keys.file, kRopeTensors[2], c.rope_dims);
   if (short_factors.empty() != long_factors.empty()) {
@@ -116,37 +134,48 @@ Rope read_rope(const Keys& keys, const Config& c) {
   }
   const std::string type_key = keys.full("rope.scaling.type");
   const std::string fallback = long_factors.empty() ? "linear" : "longrope";
-  const std::string type(keys.file.get_string(type_key).value_or(fallback));
+  std::string type(keys.file.get_string(type_key).value_or(fallback));
+  if (type == "none" && !long_factors.empty()) type = "longrope";
   if (type == "longrope") {
     if (long_factors.empty()) {
       throw FileFormatError("'" + type_key + "' is 'longrope', but tensor '" + kRopeTensors[2] +
                             "' is missing");
     }
+    if (rope.original < 2.0) {
+      throw FileFormatError("'" + keys.full("rope.scaling.original_context_length") + "' is " +
+                            Keys::text(rope.original) + "; expected 2 or more");
+    }
     rope.scaling = RopeScaling::LongRope;
     rope.factor = std::max(1.0, c.n_ctx_train / rope.original);
-    rope.attn_factor = keys.number("rope.scaling.attn_factor", 0.0, 0.0, 1024.0);
+    rope.attn_factor = attn_factor;
     rope.factors = std::move(short_factors);
     rope.long_factors = std::move(long_factors);
     return rope;
   }
-  if (type == "none") return rope;
-  if (type != "linear" && type != "yarn") {
+  if (type != "none" && type != "linear" && type != "yarn") {
     throw UnsupportedModelError("'" + type_key + "' is '" + type +
                                 "'; supported are 'none', 'linear', 'yarn' and 'longrope'");
   }
-  if (factor == 1.0) return rope;
-  rope.factor = factor;
-  if (type == "linear") {
+  if (!long_factors.empty()) {
+    throw UnsupportedModelError(std::string("tensor '") + kRopeTensors[2] + "' belongs to LongRoPE, but '" +
+                                type_key + "' is '" + type + "'");
+  }
+  if (type != "yarn" || factor == 1.0) {
+    rope.attn_factor = attn_factor;
+    if (type == "none" || factor == 1.0) return rope;
     rope.scaling = RopeScaling::Linear;
+    rope.factor = factor;
     return rope;
   }
+  rope.factor = factor;
   rope.scaling = RopeScaling::Yarn;
   rope.beta_fast = keys.number("rope.scaling.yarn_beta_fast", 32.0, 0.0, 1e6);
   rope.beta_slow = keys.number("rope.scaling.yarn_beta_slow", 1.0, 0.0, 1e6);
-  // The file's is a multiple of the formula's.
-  const double attn_factor = keys.number("rope.scaling.attn_factor", 1.0, 1e-6, 1024.0) *
-                             keys.number("rope.scaling.yarn_attn_factor", 1.0, 1e-6, 1024.0);
-  if (attn_factor != 1.0) rope.attn_factor = attn_factor * (0.1 * std::log(factor) + 1.0);
+  // The file's is a multiple of the formula's, but for files of OLMo 3 that have the formula's itself.
+  const double formula = 0.1 * std::log(factor) + 1.0;
+  const bool absolute = a.window_rope_plain && std::fabs(attn_factor - formula) < 1e-4;
+  rope.attn_factor = formula * (attn_factor == 0.0 || absolute ? 1.0 : attn_factor) *
+                     keys.number("rope.scaling.yarn_attn_factor", 1.0, 1e-6, 1024.0);
   if (const double x = keys.number("rope.scaling.yarn_log_multiplier", 0.0, -1e6, 1e6); x != 0.0) {
     throw UnsupportedModelError("'" + keys.full("rope.scaling.yarn_log_multiplier") + "' is " +
                                 Keys::text(x) + "; models with it are not supported");
@@ -163,8 +192,10 @@ Rope read_rope(const Keys& keys, const Config& c) {
 std::vector<std::int32_t> read_windows(const Keys& keys, const Architecture& a, std::int32_t n_layer) {
   const auto n = static_cast<std::size_t>(n_layer);
   const std::string window_key = keys.full("attention.sliding_window");
-  if (keys.file.get_uint(window_key).value_or(0) == 0) return std::vector<std::int32_t>(n, 0);
-  std::vector<std::int32_t> windows(n, keys.count("attention.sliding_window"));
+  const std::uint64_t window = keys.file.get_uint(window_key).value_or(static_cast<std::uint64_t>(a.window));
+  if (window == 0) return std::vector<std::int32_t>(n, 0);
+  // Some files say "none" by a number that no text reaches.
+  std::vector<std::int32_t> windows(n, static_cast<std::int32_t>(std::min<std::uint64_t>(window, kMaxDim)));
   const std::string pattern_key = keys.full("attention.sliding_window_pattern");
   const gguf::Value* pattern = keys.file.find(pattern_key);
   if (pattern && pattern->type == gguf::ValueType::Array) {
@@ -199,15 +230,26 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
     throw FileFormatError("'" + keys.full("expert_used_count") + "' is " + std::to_string(c.n_expert_used) +
                           "; there are " + std::to_string(c.n_expert) + " experts");
   }
-  c.n_ff_expert = keys.count("expert_feed_forward_length", c.n_ff);
-  if (keys.file.get_uint(keys.full("expert_shared_feed_forward_length")).value_or(0) != 0) {
-    c.n_ff_shared = keys.count("expert_shared_feed_forward_length");
+  c.n_ff_expert = keys.count("expert_feed_forward_length", c.n_ff / (a.narrow_experts ? c.n_expert_used : 1));
+  const std::uint64_t shared = keys.file.get_uint(keys.full("expert_shared_feed_forward_length"))
+                                   .value_or(a.shared_expert ? static_cast<std::uint64_t>(c.n_ff) : 0);
+  if (shared != 0) c.n_ff_shared = keys.count("expert_shared_feed_forward_length", c.n_ff);
+  const std::int64_t width = std::int64_t{c.n_expert_used} * c.n_ff_expert + c.n_ff_shared;
+  if (c.n_expert > kMaxExperts || width > kMaxDim) {
+    throw FileFormatError("'" + name + "' is " + std::to_string(c.n_expert) +
+                          " and the experts of a token are " + std::to_string(width) +
+                          " wide together; expected at most " + std::to_string(kMaxExperts) + " and " +
+                          std::to_string(kMaxDim));
   }
   c.expert_weights_norm =
       keys.file.get_bool(keys.full("expert_weights_norm")).value_or(a.expert_weights_norm);
   if (const auto f = keys.file.get_uint(keys.full("expert_gating_func")).value_or(0); f > 1) {
     throw UnsupportedModelError("'" + keys.full("expert_gating_func") + "' is " + std::to_string(f) +
                                 "; supported is 1, softmax");
+  }
+  if (const auto n = keys.file.get_uint(keys.full("expert_group_count")).value_or(0); n > 1) {
+    throw UnsupportedModelError("'" + keys.full("expert_group_count") + "' is " + std::to_string(n) +
+                                "; only 1 is supported");
   }
   if (const double x = keys.file.get_float(keys.full("expert_weights_scale")).value_or(0.0);
       x != 0.0 && x != 1.0) {
@@ -218,8 +260,7 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
 
 // The trained length times the scaling, unless the file's length is that already.
 std::int64_t context_limit(const Config& c, const Rope& rope) {
-  const bool scaled = rope.scaling != RopeScaling::None && rope.scaling != RopeScaling::LongRope;
-  const double scaled_length = scaled ? rope.original * rope.factor : 0.0;
+  const double scaled_length = rope.scaling == RopeScaling::None ? 0.0 : rope.original * rope.factor;
   return std::max<std::int64_t>(c.n_ctx_train, static_cast<std::int64_t>(scaled_length));
 }
 
@@ -298,7 +339,7 @@ Config read_config(const gguf::File& file) {
     throw FileFormatError("'" + keys.full("rope.dimension_count") + "' is " + std::to_string(c.rope_dims) +
                           "; expected an even number up to the head size " + std::to_string(c.head_dim));
   }
-  c.ropes = {read_rope(keys, c)};
+  c.ropes = {read_rope(keys, a, c)};
   if (a.context_is_scaled && !file.find(keys.full("rope.scaling.original_context_length"))) {
     c.ropes[0].original = c.n_ctx_train / c.ropes[0].factor;
   }
@@ -307,6 +348,9 @@ Config read_config(const gguf::File& file) {
   c.rope_of.assign(c.windows.size(), 0);
   for (std::size_t i = 0; a.rope_period > 0 && i < c.rope_of.size(); ++i) {
     if (static_cast<std::int32_t>(i) % a.rope_period == a.rope_period - 1) c.rope_of[i] = -1;
+  }
+  if (a.finetuned_means_rope && !file.get_bool(keys.full("rope.scaling.finetuned")).value_or(true)) {
+    std::ranges::fill(c.rope_of, -1);
   }
   const double own_base = a.window_rope_plain ? c.ropes[0].base : a.window_rope_base;
   const double window_base = keys.number("rope.freq_base_swa", own_base, 0.0, 1e30);
@@ -330,17 +374,14 @@ Config read_config(const gguf::File& file) {
   c.embedding_scale = keys.scale("embedding_scale", a.scaled_embedding ? std::sqrt(c.n_embd) : 1.0);
   c.residual_scale = keys.scale("residual_scale", 1.0);
   c.logit_scale = 1.0f / keys.scale("logit_scale", 1.0);
-  c.attn_softcap = keys.scale("attn_logit_softcapping", 0.0);
-  c.final_softcap = keys.scale("final_logit_softcapping", 0.0);
-  if (c.attn_softcap < 0.0f || c.final_softcap < 0.0f) {
-    throw FileFormatError("'" + keys.full("*_logit_softcapping") + "' is negative; expected a positive cap");
-  }
+  c.attn_softcap = keys.cap("attn_logit_softcapping", a.attn_softcap);
+  c.final_softcap = keys.cap("final_logit_softcapping", a.final_softcap);
 
   // Features that change the arithmetic and that nothing here computes.
-  for (const char* key : {"attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
-                          "router_logit_softcapping", "attention.temperature_length",
-                          "attention.key_length_mla", "attention.key_length_swa",
-                          "attention.shared_kv_layers", "expert_group_count", "leading_dense_block_count"}) {
+  for (const char* key :
+       {"attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
+        "router_logit_softcapping", "attention.temperature_length", "attention.key_length_mla",
+        "attention.key_length_swa", "attention.shared_kv_layers", "leading_dense_block_count"}) {
     if (const double x = file.get_float(keys.full(key)).value_or(0.0); x != 0.0) {
       throw UnsupportedModelError("'" + keys.full(key) + "' is " + Keys::text(x) +
                                   "; models with it are not supported");
@@ -361,11 +402,13 @@ void set_rope(Config& c, const Rope& rope) {
   const Rope& own = c.ropes[0];
   if (r.base == 0.0) r.base = own.base;
   if (r.original == 0.0) r.original = own.original;
+  const bool is_long = r.scaling == RopeScaling::LongRope;
+  if (r.factor == 0.0) r.factor = is_long ? std::max(1.0, c.n_ctx_train / r.original) : 1.0;
   require(r.base >= 1.0 && r.base <= 1e30, "base is " + Keys::text(r.base) + "; expected 1 to 1e30");
   require(r.factor >= 1.0 && r.factor <= 1024.0,
           "factor is " + Keys::text(r.factor) + "; expected 1 to 1024");
-  require(r.original >= 1.0 && r.original <= 1e9,
-          "the original length is " + Keys::text(r.original) + "; expected 1 to 1e9 tokens");
+  require(r.original >= (is_long ? 2.0 : 1.0) && r.original <= 1e9,
+          "the original length is " + Keys::text(r.original) + "; expected 2 to 1e9 tokens");
   require(r.attn_factor >= 0.0 && r.attn_factor <= 1024.0,
           "the attention factor is " + Keys::text(r.attn_factor) + "; expected 0 to 1024");
   require(r.beta_slow > 0.0 && r.beta_fast > r.beta_slow,
@@ -374,9 +417,8 @@ void set_rope(Config& c, const Rope& rope) {
   require(r.low_freq_factor > 0.0 && r.high_freq_factor > r.low_freq_factor,
           "high_freq_factor is " + Keys::text(r.high_freq_factor) + " and low_freq_factor " +
               Keys::text(r.low_freq_factor) + "; expected the former to be larger, both positive");
-  const bool pairs_need = r.scaling == RopeScaling::LongRope;
   for (const std::vector<float>* factors : {&r.factors, &r.long_factors}) {
-    require(factors->size() == static_cast<std::size_t>(c.rope_dims / 2) || (factors->empty() && !pairs_need),
+    require(factors->size() == static_cast<std::size_t>(c.rope_dims / 2) || (factors->empty() && !is_long),
             "there are " + std::to_string(factors->size()) + " factors; expected one for each of the " +
                 std::to_string(c.rope_dims / 2) + " pairs of a head");
     require(std::ranges::all_of(*factors, [](float f) { return f > 0.0f; }), "a factor is not positive");

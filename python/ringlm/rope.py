@@ -30,6 +30,7 @@ _TYPES = {
     "yarn": "yarn",
     "llama3": "llama3",
     "longrope": "longrope",
+    "su": "longrope",
 }
 #: What a type cannot do without.
 _REQUIRED = {
@@ -63,6 +64,8 @@ def rope_options(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
             continue
         if key in _NUMBERS:
             options[_NUMBERS[key]] = _number(key, value)
+            if options[_NUMBERS[key]] == 0.0:  # which the core takes for "the file's"
+                raise InvalidArgument(f"rope: {key!r} is 0; leave it out for what the file says")
         elif key in _FACTORS:
             if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
                 raise InvalidArgument(f"rope: {key!r} is {value!r:.80}; expected a number for each pair")

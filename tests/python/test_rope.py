@@ -25,7 +25,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("rope", "words"),
     [
         ("yarn", "rope is 'yarn'; expected a mapping"),
-        ({"rope_type": "su"}, "the type is 'su'; there are none, default, linear"),
+        ({"rope_type": "other"}, "the type is 'other'; there are none, default, linear"),
+        ({"rope_theta": 0}, "'rope_theta' is 0; leave it out"),
         ({"type": ["linear"]}, r"the type is \['linear'\]"),
         ({"rope_type": "linear"}, "'linear' needs 'factor'"),
         ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs 'low_freq_factor', 'high_freq_factor'"),
