@@ -108,12 +108,12 @@ def _joined(before: str, content: Any) -> Any:
 
 def call_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages as they are, then in the other forms in which templates want tool calls: without any text
-    the content is None or empty, and arguments are data or JSON text."""
+    the content is empty or None, and arguments are data or JSON text."""
     yield list(messages)
     if not any(message.get("tool_calls") for message in messages):
         return
     for arguments in (_same, _json_text):
-        for empty in (None, ""):
+        for empty in ("", None):
             yield [_in_form(message, empty, arguments) for message in messages]
 
 

@@ -251,7 +251,8 @@ class ChatTemplate:
                     "leave them out, describe them in the system message, or take a model whose template does"
                 )
             )
-        raise [*lost, *failed][0]
+        # Of a call without text the second form has empty text, which every template can read.
+        raise lost[0] if lost else failed[:2][-1]
 
     def _runner(self, add_generation_prompt: bool, now: datetime | None, size: int) -> _Run:
         """The template as a function of its variables. All calls together take at most ``time_limit``."""

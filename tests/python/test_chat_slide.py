@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chat_templates import CHATML_STYLE
 from ringlm.chat import Chat
 from ringlm.errors import Cancelled, ContextOverflow
 from ringlm.model import Model
 from ringlm.template import ChatTemplate
-from test_template import CHATML_STYLE
 from tiny_chat_model import TEMPLATE
 from toys import ToySession, ToyTokenizer, toy_core
 
