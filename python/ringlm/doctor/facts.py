@@ -1,0 +1,114 @@
+"""A finding of the doctor, and what a file says, as the checks ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from ringlm.errors import Error
+
+if TYPE_CHECKING:
+    import ringlm._core as core
+    from ringlm.vocab import Vocab
+
+__all__ = ["CONVERT", "NEW", "SET", "Facts", "Finding", "Findings"]
+
+#: Remedies. The commands come with the package gguf.
+CONVERT = "convert the model again from its original with a current converter"
+SET = "correct it: gguf-set-metadata FILE {key} {value}"
+NEW = "write a corrected copy: gguf-new-metadata {options} FILE NEW_FILE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """``error`` is something wrong, ``note`` something worth knowing. ``where`` is a key, a tensor or the
+    file; ``what`` was found there, ``consequence`` is what comes of it, ``remedy`` what to do."""
+
+    severity: Literal["error", "note"]
+    where: str
+    what: str
+    consequence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.where}: {self.what}; {self.consequence}. To do: {self.remedy}."
+
+
+Findings = Iterator[Finding]
+
+
+class Facts:
+    """What the checks look at. Values of a wrong type are None: that is for whoever needs them to refuse."""
+
+    def __init__(self, path: str, file: core.GGUF) -> None:
+        self.path, self.file, self.keys = path, file, file.keys()
+        self.arch = self.text("general.architecture") or ""
+        self.tensors = {tensor.name: tensor for tensor in file.tensors()}
+
+    def text(self, key: str) -> str | None:
+        value = self.file.get(key)
+        return value if isinstance(value, str) else None
+
+    def flag(self, key: str) -> bool | None:
+        value = self.file.get(key)
+        return value if isinstance(value, bool) else None
+
+    def number(self, key: str) -> Any:
+        """An int or float."""
+        value = self.file.get(key)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def key(self, name: str) -> str:
+        """A key of the architecture."""
+        return f"{self.arch}.{name}"
+
+    def size(self, name: str) -> int | None:
+        """A count of the architecture: a whole number that is the same for all layers."""
+        value = self.number(self.key(name))
+        return value if isinstance(value, int) else None
+
+    @cached_property
+    def head_dim(self) -> int | None:
+        n_embd, n_head = self.size("embedding_length"), self.size("attention.head_count")
+        whole = n_embd // n_head if n_embd and n_head and n_embd % n_head == 0 else None
+        return self.size("attention.key_length") or whole
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        value = self.file.get("tokenizer.ggml.tokens")
+        return value if isinstance(value, list) else []
+
+    @cached_property
+    def refusal(self) -> Error | None:
+        """What ringlm says where it cannot run the model."""
+        import ringlm._core as core
+
+        try:
+            core.Model(self.path, 1, "cpu", repack=False).close()
+        except Error as error:
+            return error
+        return None
+
+    @cached_property
+    def vocab(self) -> Vocab | None:
+        """None where it cannot be read."""
+        from ringlm.vocab import load_vocab
+
+        try:
+            return load_vocab(self.file)
+        except Error:
+            return None
+
+    @cached_property
+    def names(self) -> str:
+        """All that the model calls itself and what it was made from, in small letters."""
+        keys = [k for k in self.keys if re.match(r"general\.(name|basename|finetune|base_model)", k)]
+        return " ".join(text.lower() for key in keys if (text := self.text(key)))
+
+    @cached_property
+    def is_llama_3(self) -> bool:
+        """A model of the Llama 3 family, by its vocabulary."""
+        return self.arch == "llama" and len(self.tokens) >= 128_000 and "<|start_header_id|>" in self.tokens

@@ -1,0 +1,480 @@
+"""`ringlm doctor`: a sound file, files with one fault each, and files that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_models import Fault, plus_tokens, types_with, write_faulty, write_vocabulary
+from gguf.scripts import gguf_new_metadata, gguf_set_metadata
+from random_llama import Array
+from ringlm.cli import main
+from ringlm.doctor import Finding, diagnose
+from tiny_chat_model import END, N_VOCAB, START, TEMPLATE, write_random
+
+G = "tokenizer.ggml."
+
+
+def broken(name: str, value: float) -> Any:
+    def change(weights: dict[str, Array]) -> None:
+        weights[name].flat[5] = value
+
+    return change
+
+
+def without(name: str) -> Any:
+    return lambda weights: weights.pop(name)
+
+
+def with_tensor(name: str, array: Array) -> Any:
+    return lambda weights: weights.update({name: array})
+
+
+def zeroed(weights: dict[str, Array]) -> None:
+    weights["blk.1.ffn_norm.weight"][:] = 0
+
+
+def short_output(weights: dict[str, Array]) -> None:
+    weights["output.weight"] = weights["output.weight"][:-1]
+
+
+ENDING = TEMPLATE.replace("<|im_end|>", "<|stop|>")
+
+#: name -> (fault, severity, where, words of the finding). Nothing else is an error.
+FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
+    # special tokens
+    "eos-outside": (
+        Fault({G + "eos_token_id": 5000}),
+        "error",
+        G + "eos_token_id",
+        ["5000", f"{N_VOCAB} tokens", "nothing ends an answer", "--special-token eos"],
+    ),
+    "bos-outside": (Fault({G + "bos_token_id": 259}), "error", G + "bos_token_id", ["259", "begun"]),
+    "eot-outside": (Fault({G + "eot_token_id": 999}), "error", G + "eot_token_id", ["999", "ends"]),
+    "padding-outside": (Fault({G + "padding_token_id": 999}), "error", G + "padding_token_id", ["999"]),
+    "eos-is-a-word": (Fault({G + "eos_token_id": 65}), "error", G + "eos_token_id", ["ordinary token 'A'"]),
+    "bos-is-a-word": (Fault({G + "bos_token_id": 66}), "error", G + "bos_token_id", ["ordinary token 'B'"]),
+    "eos-is-a-beginning": (
+        Fault({G + "eos_token_id": START}),
+        "error",
+        G + "eos_token_id",
+        ["'<|im_start|>'", "answers do not end"],
+    ),
+    "eos-is-padding": (
+        Fault(plus_tokens("<pad>") | {G + "eos_token_id": N_VOCAB}, lambda w: grown(w)),
+        "error",
+        G + "eos_token_id",
+        ["'<pad>'"],
+    ),
+    "bos-is-an-end": (
+        Fault({G + "bos_token_id": END, G + "add_bos_token": True}),
+        "error",
+        G + "bos_token_id",
+        ["'<|im_end|>'", "begins with a token that ends"],
+    ),
+    # how conversations end and begin
+    "end-of-turn-does-not-end": (
+        Fault(plus_tokens("<|stop|>") | {"tokenizer.chat_template": ENDING}, lambda w: grown(w)),
+        "error",
+        "tokenizer.chat_template",
+        ["'<|stop|>' (token 259, control)", "do not stop", "--special-token eot '<|stop|>'"],
+    ),
+    "end-of-turn-is-no-token": (
+        Fault({"tokenizer.chat_template": TEMPLATE.replace("<|im_end|>", "<|eot_id|>")}),
+        "error",
+        "tokenizer.chat_template",
+        ["'<|eot_id|>'", "the vocabulary does not have", "do not stop"],
+    ),
+    "end-of-turn-is-a-word": (
+        Fault(
+            plus_tokens("</s>") | {G + "token_type": [1] * 256 + [3, 1, 3, 3], G + "eos_token_id": N_VOCAB},
+            lambda w: grown(w),
+        ),
+        "error",
+        "tokenizer.chat_template",
+        ["'<|im_end|>' (token 257, normal)", "ends no generation"],
+    ),
+    "a-marker-is-text": (
+        Fault(types_with(START, 4)),
+        "note",
+        G + "token_type",
+        ["'<|im_start|>' is no control token", "types it"],
+    ),
+    "double-bos": (
+        Fault({G + "add_bos_token": True, "tokenizer.chat_template": "{{ bos_token }}" + TEMPLATE}),
+        "note",
+        G + "add_bos_token",
+        ["writes it too", "twice"],
+    ),
+    "another-bos": (
+        Fault(
+            plus_tokens("<s>") | {G + "add_bos_token": True, "tokenizer.chat_template": "<s>" + TEMPLATE},
+            lambda w: grown(w),
+        ),
+        "error",
+        "tokenizer.chat_template",
+        ["'<s>'", "'<|bos|>'", "two different beginnings"],
+    ),
+    "bos-without-id": (
+        Fault({G + "add_bos_token": True, G + "bos_token_id": None}),
+        "error",
+        G + "add_bos_token",
+        ["bos_token_id is missing"],
+    ),
+    "add-bos-missing": (
+        Fault({G + "add_bos_token": None}),
+        "note",
+        G + "add_bos_token",
+        ["missing", "no BOS"],
+    ),
+    "template-missing": (
+        Fault({"tokenizer.chat_template": None}),
+        "note",
+        "tokenizer.chat_template",
+        ["missing", "--chat-template-file"],
+    ),
+    "template-broken": (
+        Fault({"tokenizer.chat_template": "a\n{% if %}"}),
+        "error",
+        "tokenizer.chat_template",
+        ["line 2", "no conversation"],
+    ),
+    # the vocabulary
+    "vocabulary-missing": (Fault({G + "model": None}), "error", G + "model", ["missing", "token ids"]),
+    "vocabulary-unknown": (Fault({G + "model": "t5"}), "error", "the vocabulary", ["'t5'"]),
+    "pre-missing": (
+        Fault({G + "pre": None}),
+        "error",
+        G + "pre",
+        ["missing", "GPT-2's rule"],
+    ),
+    "pre-default": (Fault({G + "pre": "default"}), "error", G + "pre", ["'default'", "--pre-tokenizer"]),
+    "pre-unknown": (Fault({G + "pre": "mine"}), "error", "the vocabulary", ["'mine'", "gpt-2"]),
+    "types-too-few": (
+        Fault({G + "token_type": [1] * 256}),
+        "error",
+        G + "token_type",
+        [f"256 entries for {N_VOCAB} tokens"],
+    ),
+    "scores-too-many": (
+        Fault({G + "scores": [0.0] * 300}),
+        "error",
+        G + "scores",
+        [f"300 entries for {N_VOCAB} tokens"],
+    ),
+    "tokens-without-rows": (
+        Fault(plus_tokens("<|x|>")),
+        "error",
+        "token_embd.weight",
+        [f"{N_VOCAB} rows, and output.weight {N_VOCAB}, for the {N_VOCAB + 1} tokens", "no weights"],
+    ),
+    "output-too-short": (
+        Fault(weights=short_output),
+        "error",
+        "output.weight",
+        [f"{N_VOCAB - 1} rows for the {N_VOCAB} tokens"],
+    ),
+    "vocab-size": (Fault({"llama.vocab_size": 300}), "note", "llama.vocab_size", ["300", f"{N_VOCAB}"]),
+    # context and RoPE
+    "context-missing": (Fault({"llama.context_length": None}), "error", "llama.context_length", ["missing"]),
+    "context-zero": (Fault({"llama.context_length": 0}), "error", "llama.context_length", ["0", "how long"]),
+    "context-beyond-scaling": (
+        Fault(
+            {
+                "llama.rope.scaling.type": "linear",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.original_context_length": 64,
+            }
+        ),
+        "error",
+        "llama.context_length",
+        ["256", "64 x 2 = 128", "llama.context_length 128"],
+    ),
+    "context-within-scaling": (
+        Fault(
+            {
+                "llama.rope.scaling.type": "linear",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 256,
+            }
+        ),
+        "note",
+        "llama.context_length",
+        ["256 x 4 = 1024", "shorter"],
+    ),
+    "context-below-original": (
+        Fault({"llama.rope.scaling.type": "linear", "llama.rope.scaling.original_context_length": 512}),
+        "error",
+        "llama.rope.scaling.original_context_length",
+        ["512", "256"],
+    ),
+    "rope-odd": (
+        Fault({"llama.rope.dimension_count": 15}),
+        "error",
+        "llama.rope.dimension_count",
+        ["15", "even number up to the head's size, 16"],
+    ),
+    "rope-too-wide": (
+        Fault({"llama.rope.dimension_count": 32}),
+        "error",
+        "llama.rope.dimension_count",
+        ["32", "16"],
+    ),
+    "rope-scaling-unknown": (
+        Fault({"llama.rope.scaling.type": "dynamic"}),
+        "error",
+        "llama.rope.scaling.type",
+        ["'dynamic'", "yarn"],
+    ),
+    # heads, tensors, values
+    "kv-heads": (
+        Fault({"llama.attention.head_count_kv": 3}),
+        "error",
+        "llama.attention.head_count_kv",
+        ["3 KV heads do not divide 2"],
+    ),
+    "heads": (
+        Fault({"llama.attention.head_count": 3, "llama.attention.head_count_kv": 1}),
+        "error",
+        "llama.attention.head_count",
+        ["3 heads do not divide the width 32"],
+    ),
+    "q-shape": (
+        Fault(weights=with_tensor("blk.1.attn_q.weight", np.zeros((16, 32), np.float32))),
+        "error",
+        "blk.1.attn_q.weight",
+        ["16 x 32; 2 heads of 16 and the width 32 make 32 x 32"],
+    ),
+    "nan": (
+        Fault(weights=broken("blk.1.attn_norm.weight", np.nan)),
+        "error",
+        "blk.1.attn_norm.weight",
+        ["NaN or infinity"],
+    ),
+    "infinite-scale": (
+        Fault(
+            weights=broken("blk.0.ffn_up.weight", np.inf), types={"ffn_up.weight": "Q8_0", "default": "F32"}
+        ),
+        "error",
+        "blk.0.ffn_up.weight",
+        ["NaN or infinity"],
+    ),
+    "zeros": (
+        Fault(weights=zeroed),
+        "error",
+        "blk.1.ffn_norm.weight",
+        ["nothing but zeros", "download"],
+    ),
+    "tensor-missing": (
+        Fault(weights=without("blk.0.ffn_gate.weight")),
+        "error",
+        "the model",
+        ["'blk.0.ffn_gate.weight' is missing"],
+    ),
+    "tensor-unused": (
+        Fault(weights=with_tensor("blk.0.extra.weight", np.ones(32, np.float32))),
+        "error",
+        "the model",
+        ["'blk.0.extra.weight' belongs to nothing"],
+    ),
+    "tensor-type": (
+        Fault(weights=with_tensor("output.weight", np.zeros((N_VOCAB, 66), np.uint8))),
+        "error",
+        "the model",
+        ["TQ2_0"],
+    ),
+    "alignment": (Fault({"general.alignment": 64}), "note", "general.alignment", ["64"]),
+}
+
+
+def grown(weights: dict[str, Array]) -> None:
+    """A row more for each token."""
+    for name in ("token_embd.weight", "output.weight"):
+        weights[name] = np.concatenate([weights[name], weights[name][:1]])
+
+
+def test_nothing_is_wrong_with_a_sound_file(tmp_path: Path) -> None:
+    write_faulty(tmp_path / "a.gguf", Fault())
+    write_random(tmp_path / "b.gguf")
+    assert diagnose(tmp_path / "a.gguf") == diagnose(tmp_path / "b.gguf") == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
+    fault, severity, where, words = FAULTS[name]
+    write_faulty(tmp_path / "m.gguf", fault)
+    found = diagnose(tmp_path / "m.gguf")
+    (finding,) = [f for f in found if (f.severity, f.where) == (severity, where)]
+    for word in words:
+        assert word in str(finding), str(finding)
+    assert finding.consequence and finding.remedy
+    others = [f for f in found if f is not finding and f.severity == "error"]
+    assert not others, [str(f) for f in others]
+    assert [f.severity for f in found] == sorted(f.severity for f in found)
+
+
+# ---- what belongs to a family ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "severity", "words"),
+    [
+        ("qwen2", {}, "error", ["missing", "1000000", "rope_theta"]),
+        ("qwen2", {"qwen2.rope.freq_base": 10000.0}, "note", ["10000; nearly all", "rope_theta"]),
+        ("qwen2", {"qwen2.rope.freq_base": 1e6}, None, []),
+        ("qwen2", {"qwen2.rope.freq_base": 1e4, "general.name": "Qwen2.5 Math 7B Instruct"}, None, []),
+        ("qwen2", {"qwen2.rope.freq_base": 1e4, "general.name": "DeepSeek R1 Distill Qwen 7B"}, None, []),
+        ("qwen3", {"qwen3.rope.freq_base": 10000.0}, "error", ["1e+06"]),
+        ("gemma3", {"gemma3.rope.freq_base": 1e6, G + "add_bos_token": True}, None, []),
+        ("phi3", {"phi3.rope.freq_base": 10000.0}, None, []),
+    ],
+)
+def test_the_base_of_rope(
+    arch: str, keys: dict[str, Any], severity: str | None, words: list[str], tmp_path: Path
+) -> None:
+    write_vocabulary(tmp_path / "m.gguf", arch, 10, keys)
+    found = [f for f in diagnose(tmp_path / "m.gguf") if f.where == f"{arch}.rope.freq_base"]
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    for word in words:
+        assert word in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "base", "factors"),
+    [
+        ({"general.name": "Meta Llama 3.1 8B", "llama.rope.freq_base": 10000.0}, "10000; models of", "3.1"),
+        ({"general.name": "Meta Llama 3 8B Instruct"}, "missing, so that it is 10000", ""),
+        ({"general.base_model.0.name": "Llama-3.2 1B", "llama.rope.freq_base": 500000.0}, "", "3.2"),
+    ],
+)
+def test_base_and_factors_of_llama_3(keys: dict[str, Any], base: str, factors: str, tmp_path: Path) -> None:
+    write_vocabulary(tmp_path / "m.gguf", "llama", 128_000, keys)
+    errors = {f.where: f.what for f in diagnose(tmp_path / "m.gguf") if f.severity == "error"}
+    for where, what in (("llama.rope.freq_base", base), ("rope_freqs.weight", factors)):
+        assert (where in errors) is bool(what) and what in errors.get(where, "")
+
+
+def test_a_large_vocabulary_without_merges_and_gemma_without_bos(tmp_path: Path) -> None:
+    keys = {G + "merges": None, "gemma2.rope.freq_base": 10000.0}
+    write_vocabulary(tmp_path / "m.gguf", "gemma2", 2000, keys)
+    where = {f.where: str(f) for f in diagnose(tmp_path / "m.gguf") if f.severity == "error"}
+    assert "single bytes" in where[G + "merges"] and "gemma2" in where[G + "add_bos_token"]
+
+
+def test_an_architecture_that_is_not_known_is_no_matter_of_shapes(tmp_path: Path) -> None:
+    write_faulty(tmp_path / "m.gguf", Fault({"general.architecture": "mine"}))
+    errors = [f for f in diagnose(tmp_path / "m.gguf") if f.severity == "error"]
+    assert [f.where for f in errors] == ["mine.context_length", "the model"]
+    assert "architecture 'mine' is not supported" in errors[1].what
+
+
+# ---- files that cannot be read, and remedies ---------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_is_one_finding(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_random(path)
+    whole = path.read_bytes()
+
+    def only() -> Finding:
+        (finding,) = diagnose(path)
+        assert finding.severity == "error" and finding.where == "the file"
+        return finding
+
+    path.write_bytes(whole[:-100])
+    assert "blk.1.ffn_up" in only().what or "beyond" in only().what or "end" in only().what
+    assert "fetch the file again" in only().remedy
+    path.write_bytes(b"GGML" + whole[4:])
+    assert "not a GGUF file" in only().what
+    path.write_bytes(b"")
+    assert only().what
+    write_faulty(path, Fault({"general.alignment": 64}))
+    key = b"general.alignment" + struct.pack("<I", 4)  # a u32
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(key + struct.pack("<I", 64), key + struct.pack("<I", 24)))
+    assert "general.alignment" in only().what and "power of two" in only().what
+    path.unlink()
+    assert "No such file" in only().what and "may be read" in only().remedy
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00002.gguf"
+    write_faulty(path, Fault({"split.no": 0, "split.count": 2, "split.tensors.count": 30}))
+    (finding,) = diagnose(path)
+    assert "m-00002-of-00002.gguf" in finding.what
+
+
+def test_the_remedies_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands that findings name take the fault away."""
+    faulty, sound = tmp_path / "m.gguf", tmp_path / "new.gguf"
+
+    def run(script: Any, *args: object) -> None:
+        monkeypatch.setattr("sys.argv", ["command", *map(str, args)])
+        script.main()
+
+    for fault, option in (
+        ("pre-missing", ["--pre-tokenizer", "gpt-2"]),
+        ("eos-is-a-word", ["--special-token", "eos", "<|im_end|>"]),
+        ("end-of-turn-does-not-end", ["--special-token", "eot", "<|stop|>"]),
+        ("template-missing", ["--chat-template", TEMPLATE]),
+    ):
+        write_faulty(faulty, FAULTS[fault][0])
+        assert option[0] in diagnose(faulty)[0].remedy
+        run(gguf_new_metadata, "--force", *option, faulty, sound)
+        assert diagnose(sound) == [], fault
+    for fault in ("rope-odd", "context-beyond-scaling", "vocab-size"):
+        write_faulty(faulty, FAULTS[fault][0])
+        (finding,) = diagnose(faulty)
+        *_, key, value = finding.remedy.split()
+        run(gguf_set_metadata, "--force", faulty, key, value)
+        assert diagnose(faulty) == [], fault
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.gguf"
+
+    def doctor(fault: Fault, *options: str) -> tuple[int, list[str]]:
+        write_faulty(path, fault)
+        code = main(["doctor", str(path), *options])
+        out, err = capsys.readouterr()
+        assert err == ""
+        return code, out.splitlines()
+
+    assert doctor(Fault()) == (0, ["nothing is wrong"])
+    code, lines = doctor(FAULTS["double-bos"][0])
+    assert code == 0 and lines[0].startswith("note: tokenizer.ggml.add_bos_token: ")
+    assert lines[1:] == ["nothing is wrong, 1 note"]
+    code, lines = doctor(Fault({G + "eos_token_id": 65, G + "pre": None, G + "add_bos_token": None}))
+    assert code == 1 and [line.split(":")[0] for line in lines[:-1]] == ["error", "error", "note"]
+    assert lines[-1] == "2 errors, 1 note"
+    assert all(" To do: " in line and "; " in line for line in lines[:-1])
+    code, lines = doctor(FAULTS["eos-outside"][0], "--json")
+    (record,) = json.loads("\n".join(lines))
+    assert code == 1 and record.keys() == {"severity", "where", "what", "consequence", "remedy"}
+    assert record["where"] == G + "eos_token_id"
+    code, lines = doctor(FAULTS["vocab-size"][0], "--json")
+    assert code == 0 and json.loads("\n".join(lines))[0]["severity"] == "note"
+
+
+def test_characters_of_a_hostile_file_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_faulty(tmp_path / "m.gguf", Fault({"llama.rope.scaling.type": "\x1b[2J\x07\nerror"}))
+    assert main(["doctor", str(tmp_path / "m.gguf")]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and len(out.splitlines()) == 2
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path / "none.gguf")]) == 1
+    assert "none.gguf" in "".join(capsys.readouterr())
+    (tmp_path / "text.gguf").write_text("hello")
+    assert main(["doctor", str(tmp_path / "text.gguf")]) == 1
+    assert "not a GGUF file" in capsys.readouterr().out
