@@ -343,7 +343,8 @@ def named_templates(metadata: Any) -> dict[str, str]:
     default = metadata.get("tokenizer.chat_template", None)
     if isinstance(default, str):
         found["default"] = default
-    for name in metadata.get("tokenizer.chat_templates", None) or ():
+    names = metadata.get("tokenizer.chat_templates", None)
+    for name in names if isinstance(names, list) else ():
         source = metadata.get(f"tokenizer.chat_template.{name}", None)
         if isinstance(source, str):
             found[str(name)] = source

@@ -17,25 +17,25 @@ __all__ = ["Fault", "plus_tokens", "types_with", "write_faulty", "write_vocabula
 
 @dataclass(frozen=True)
 class Fault:
-    """What is changed: keys set (None: left out), the weights, the types of tensors."""
+    """What is changed: keys set (None: left out), the weights, the types of tensors; and the Q8_0 tensor of
+    which one scale is infinite."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     weights: Callable[[dict[str, Array]], None] = lambda weights: None
     types: dict[str, str] = field(default_factory=lambda: {"default": "F32"})
+    infinite: str = ""
 
 
 def write_faulty(path: Path, fault: Fault) -> None:
     keys = {"general.architecture": "llama", **tokenizer_metadata(), **fault.keys}
     shape = RANDOM.with_(types=fault.types)
     alignment = keys.pop("general.alignment", None)
-    writer = writer_of(path, shape, {key: v for key, v in keys.items() if v is not None and key not in OWN})
+    writer = writer_of(path, shape)
+    for key in fault.keys.keys() & writer.kv_data[0].keys():
+        del writer.kv_data[0][key]
+    _add(writer, {key: v for key, v in keys.items() if key not in writer.kv_data[0]})
     if alignment is not None:
         writer.add_custom_alignment(alignment)
-    for key in OWN & fault.keys.keys():
-        if fault.keys[key] is None:
-            del writer.kv_data[0][key]
-        else:
-            writer.kv_data[0][key].value = fault.keys[key]
     weights = random_weights(shape)
     fault.weights(weights)
     rng = np.random.default_rng(0)
@@ -44,21 +44,17 @@ def write_faulty(path: Path, fault: Fault) -> None:
             writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
             continue
         raw, qtype, _ = stored_as(name, array, fault.types, rng)
-        if (name, "Q8_0") == ("blk.0.ffn_up.weight", qtype.name) and np.isinf(array).any():
-            raw.view(np.uint8)[3, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+        if name == fault.infinite:
+            raw[3, :2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
         writer.add_tensor(name, raw, raw_dtype=qtype)
     _finish(writer)
 
 
-#: Keys that writer_of writes; a writer takes each once.
-OWN = {
-    "general.architecture",
-    "llama.attention.head_count",
-    "llama.attention.head_count_kv",
-    "llama.context_length",
-    "llama.rope.dimension_count",
-    "llama.rope.freq_base",
-}
+def _add(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in metadata.items():
+        if value is not None:
+            (add | {list: writer.add_array})[type(value)](key, value)
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:
@@ -100,9 +96,6 @@ def write_vocabulary(path: Path, arch: str, n: int = 0, keys: dict[str, Any] | N
         "tokenizer.chat_template": TEMPLATE,
         **(keys or {}),
     }
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in metadata.items():
-        if value is not None:
-            (add | {list: writer.add_array})[type(value)](key, value)
+    _add(writer, metadata)
     writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     _finish(writer)

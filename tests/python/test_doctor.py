@@ -256,9 +256,7 @@ FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
         ["NaN or infinity"],
     ),
     "infinite-scale": (
-        Fault(
-            weights=broken("blk.0.ffn_up.weight", np.inf), types={"ffn_up.weight": "Q8_0", "default": "F32"}
-        ),
+        Fault(types={"ffn_up.weight": "Q8_0", "default": "F32"}, infinite="blk.0.ffn_up.weight"),
         "error",
         "blk.0.ffn_up.weight",
         ["NaN or infinity"],
@@ -434,6 +432,25 @@ def test_the_remedies_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert diagnose(faulty) == [], fault
 
 
+READ = [
+    *(f"llama.{key}" for key in ("context_length", "embedding_length", "vocab_size", "rope.dimension_count")),
+    *(f"llama.attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
+    *(f"llama.rope.{key}" for key in ("freq_base", "scaling.type", "scaling.factor")),
+    *(G + f"{key}_token_id" for key in ("bos", "eos", "eot", "padding")),
+    *(G + key for key in ("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token")),
+    *("general.name", "tokenizer.chat_template", "tokenizer.chat_templates"),
+]
+
+
+@pytest.mark.parametrize("key", READ)
+def test_values_that_make_no_sense_are_no_accidents(key: str, tmp_path: Path) -> None:
+    original = {"llama.rope.scaling.original_context_length": 64, "llama.rope.scaling.factor": 4.0}
+    for value in (0, 2**32 - 1, 0.0, float("nan"), float("inf"), "", "no\x00", True, [7], ["x"], [1.5, 2.5]):
+        write_faulty(tmp_path / "m.gguf", Fault(original | {key: value}))
+        for finding in diagnose(tmp_path / "m.gguf"):
+            assert str(finding)
+
+
 # ---- the command -------------------------------------------------------------------------------------------
 
 
@@ -456,11 +473,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1] == "2 errors, 1 note"
     assert all(" To do: " in line and "; " in line for line in lines[:-1])
     code, lines = doctor(FAULTS["eos-outside"][0], "--json")
-    (record,) = json.loads("\n".join(lines))
+    whole = json.loads("\n".join(lines))
+    assert (whole["path"], whole["errors"], whole["notes"]) == (str(path), 1, 0)
+    (record,) = whole["findings"]
     assert code == 1 and record.keys() == {"severity", "where", "what", "consequence", "remedy"}
     assert record["where"] == G + "eos_token_id"
     code, lines = doctor(FAULTS["vocab-size"][0], "--json")
-    assert code == 0 and json.loads("\n".join(lines))[0]["severity"] == "note"
+    assert code == 0 and json.loads("\n".join(lines))["findings"][0]["severity"] == "note"
 
 
 def test_characters_of_a_hostile_file_do_not_reach_the_terminal(

@@ -34,13 +34,16 @@ def doctor_command(name: opt.ModelName = opt.DEFAULT_MODEL, as_json: opt.Json = 
     with PullView() as progress:
         path = hub.resolve(name, progress=progress)
     findings = diagnose(path)
+    errors = sum(finding.severity == "error" for finding in findings)
+    notes = len(findings) - errors
     if as_json:
-        typer.echo(json.dumps([_plain(finding) for finding in findings], indent=2))
+        record = {"path": str(path), "errors": errors, "notes": notes}
+        typer.echo(json.dumps(record | {"findings": [_plain(finding) for finding in findings]}, indent=2))
     else:
         for finding in findings:
             typer.echo(_entry(finding))
-        typer.echo(_summary(findings))
-    if any(finding.severity == "error" for finding in findings):
+        typer.echo(_summary(errors, notes))
+    if errors:
         raise typer.Exit(1)
 
 
@@ -59,8 +62,6 @@ def _entry(finding: Finding) -> str:
     return typer.style(head, fg=_COLOURS[head], bold=True) + wrapped[len(head) :]
 
 
-def _summary(findings: list[Finding]) -> str:
-    errors = sum(finding.severity == "error" for finding in findings)
-    notes = len(findings) - errors
+def _summary(errors: int, notes: int) -> str:
     wrong = f"{errors} error{'s' if errors != 1 else ''}" if errors else "nothing is wrong"
     return wrong + (f", {notes} note{'s' if notes != 1 else ''}" if notes else "")

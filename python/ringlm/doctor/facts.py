@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -34,7 +35,7 @@ class Finding:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.where}: {self.what}; {self.consequence}. To do: {self.remedy}."
+        return f"{self.severity}: {self.where}: {self.what}; {self.consequence}. To do: {self.remedy}"
 
 
 Findings = Iterator[Finding]
@@ -57,9 +58,10 @@ class Facts:
         return value if isinstance(value, bool) else None
 
     def number(self, key: str) -> Any:
-        """An int or float."""
+        """An int or a finite float."""
         value = self.file.get(key)
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value if plain and math.isfinite(value) else None
 
     def key(self, name: str) -> str:
         """A key of the architecture."""

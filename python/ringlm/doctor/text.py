@@ -56,13 +56,14 @@ def check_pre_tokenizer(f: Facts) -> Findings:
     pre = f.text("tokenizer.ggml.pre")
     if f.text("tokenizer.ggml.model") != "gpt2" or pre not in (None, "default") or f.arch == "gpt2":
         return
+    name = "llama-bpe" if f.is_llama_3 else "qwen2" if f.arch.startswith("qwen") else "NAME"
     yield Finding(
         "error",
         "tokenizer.ggml.pre",
         "missing" if pre is None else f"{pre!r}, which is none",
         "text is cut into words by GPT-2's rule: numbers and punctuation get other tokens than in training, "
         "and the answers are worse without any error",
-        NEW.format(options="--pre-tokenizer NAME") + " (llama-bpe for Llama 3, qwen2, smollm, ...)",
+        NEW.format(options=f"--pre-tokenizer {name}"),
     )
 
 
