@@ -364,10 +364,16 @@ def test_a_large_vocabulary_without_merges_and_gemma_without_bos(tmp_path: Path)
 
 
 def test_an_architecture_that_is_not_known_is_no_matter_of_shapes(tmp_path: Path) -> None:
-    write_faulty(tmp_path / "m.gguf", Fault({"general.architecture": "mine"}))
-    errors = [f for f in diagnose(tmp_path / "m.gguf") if f.severity == "error"]
-    assert [f.where for f in errors] == ["mine.context_length", "the model"]
-    assert "architecture 'mine' is not supported" in errors[1].what
+    keys = {
+        "context_length": 256,
+        "embedding_length": 32,
+        "attention.head_count": 2,
+        "attention.key_length": 8,
+    }
+    arch = {"general.architecture": "mine"} | {f"mine.{key}": value for key, value in keys.items()}
+    write_faulty(tmp_path / "m.gguf", Fault(arch))
+    (finding,) = diagnose(tmp_path / "m.gguf")
+    assert finding.where == "the model" and "architecture 'mine' is not supported" in finding.what
 
 
 # ---- files that cannot be read, and remedies ---------------------------------------------------------------
