@@ -1,11 +1,9 @@
-"""A GGUF file with its matrices in another type, for measuring.
+"""A GGUF file as llama.cpp's own quantizer makes Q4_K_M of it, for measuring.
 
-    python benchmarks/requantize.py SRC.gguf OUT.gguf --type q4_0|q8_0|f16        # needs the gguf package
-    python benchmarks/requantize.py SRC.gguf OUT.gguf --type q4_k_m               # needs llama-cpp-python
+    python benchmarks/requantize.py SRC.gguf OUT.gguf        # needs llama-cpp-python
 
-Matrices are dequantized and quantized anew by the `gguf` package; vectors and all metadata are as they were.
-What SRC has lost stays lost: the result has the size and speed of its type, not its quality. q4_k_m is what
-llama.cpp's own quantizer makes of the file (which takes another type where rows are no multiple of 256).
+Rows that are no multiple of 256 get another type. What SRC has lost stays lost: the result has the size and
+speed of its type, not its quality. `ringlm quantize` makes the types that the gguf package can write.
 """
 
 from __future__ import annotations
@@ -14,37 +12,8 @@ import argparse
 import os
 import sys
 
-from gguf_copy import copy_metadata
 
-TYPES = {"q4_0": "Q4_0", "q8_0": "Q8_0", "f16": "F16"}
-
-
-def requantize(source: str, out: str, name: str) -> None:
-    import gguf
-
-    wanted = gguf.GGMLQuantizationType[TYPES[name]]
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
-    copy_metadata(reader, writer)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{TYPES[name]}"])
-    block = gguf.GGML_QUANT_SIZES[wanted][0]
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if len(tensor.shape) < 2:
-            writer.add_tensor(tensor.name, values)
-        elif tensor.shape[0] % block:
-            raise SystemExit(
-                f"{tensor.name} has rows of {tensor.shape[0]}, and {name} takes multiples of {block}"
-            )
-        else:
-            writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def by_llama_cpp(source: str, out: str) -> None:
+def requantize(source: str, out: str) -> None:
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -58,12 +27,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source")
     parser.add_argument("out")
-    parser.add_argument("--type", required=True, choices=(*TYPES, "q4_k_m"))
     args = parser.parse_args()
-    if args.type == "q4_k_m":
-        by_llama_cpp(args.source, args.out)
-    else:
-        requantize(args.source, args.out, args.type)
+    requantize(args.source, args.out)
     print(f"{args.out}: {os.path.getsize(args.out):,} bytes")
     return 0
 

@@ -6,8 +6,11 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -23,6 +26,41 @@ std::shared_ptr<const Model> ModelHandle::get() const {
   return model;
 }
 
+namespace {
+
+constexpr std::pair<const char*, RopeScaling> kScalings[] = {
+    {"none", RopeScaling::None},          {"linear", RopeScaling::Linear}, {"ntk", RopeScaling::Ntk},
+    {"dynamic", RopeScaling::DynamicNtk}, {"yarn", RopeScaling::Yarn},     {"llama3", RopeScaling::Llama3},
+    {"longrope", RopeScaling::LongRope}};
+
+const char* scaling_name(RopeScaling scaling) {
+  return std::ranges::find(kScalings, scaling, &std::pair<const char*, RopeScaling>::second)->first;
+}
+
+// A dict with the fields of Rope, checked by ringlm.rope.
+Rope rope_from(const py::dict& d) {
+  Rope r;
+  const std::string name = d["scaling"].cast<std::string>();
+  r.scaling = std::ranges::find(kScalings, name, &std::pair<const char*, RopeScaling>::first)->second;
+  const std::pair<const char*, double*> numbers[] = {{"base", &r.base},
+                                                     {"factor", &r.factor},
+                                                     {"original", &r.original},
+                                                     {"attn_factor", &r.attn_factor},
+                                                     {"beta_fast", &r.beta_fast},
+                                                     {"beta_slow", &r.beta_slow},
+                                                     {"low_freq_factor", &r.low_freq_factor},
+                                                     {"high_freq_factor", &r.high_freq_factor}};
+  r.base = 0.0;  // the file's
+  for (const auto& [key, to] : numbers) {
+    if (d.contains(key)) *to = d[key].cast<double>();
+  }
+  if (d.contains("factors")) r.factors = d["factors"].cast<std::vector<float>>();
+  if (d.contains("long_factors")) r.long_factors = d["long_factors"].cast<std::vector<float>>();
+  return r;
+}
+
+}  // namespace
+
 void bind_model(py::module_& m) {
   py::class_<Config>(m, "Config")
       .def_readonly("architecture", &Config::architecture)
@@ -36,20 +74,29 @@ void bind_model(py::module_& m) {
       .def_readonly("n_ff", &Config::n_ff)
       .def_readonly("n_ctx_train", &Config::n_ctx_train)
       .def_readonly("rope_dims", &Config::rope_dims)
-      .def_readonly("rope_base", &Config::rope_base)
-      .def_readonly("rope_factor", &Config::rope_factor)
+      .def_readonly("n_ctx_limit", &Config::n_ctx_limit)
+      .def_readonly("n_expert", &Config::n_expert)
+      .def_readonly("n_expert_used", &Config::n_expert_used)
+      .def_property_readonly("rope_base", [](const Config& c) { return c.ropes.front().base; })
+      .def_property_readonly("rope_factor", [](const Config& c) { return c.ropes.front().factor; })
+      .def_property_readonly("rope_scaling",
+                             [](const Config& c) { return scaling_name(c.ropes.front().scaling); })
       .def_readonly("norm_eps", &Config::norm_eps)
       .def_readonly("windows", &Config::windows)
       .def_property_readonly("group", &Config::group);
 
   py::class_<ModelHandle>(m, "Model")
       .def(py::init([](const std::filesystem::path& path, int n_threads, const std::string& backend,
-                       const std::vector<std::int32_t>& window, bool repack) {
+                       const std::vector<std::int32_t>& window, const std::optional<py::dict>& rope,
+                       bool repack) {
+             ModelOptions options{n_threads, backend, window, {}, repack};
+             if (rope) options.rope = rope_from(*rope);
              const NoGil no_gil;
-             return ModelHandle{Model::open(path, {n_threads, backend, window, repack})};
+             return ModelHandle{Model::open(path, options)};
            }),
            py::arg("path"), py::arg("n_threads") = 0, py::arg("backend") = "cpu",
-           py::arg("window") = std::vector<std::int32_t>{}, py::arg("repack") = true)
+           py::arg("window") = std::vector<std::int32_t>{}, py::arg("rope") = py::none(),
+           py::arg("repack") = true)
       .def_property_readonly("config", [](const ModelHandle& h) { return h.get()->config(); })
       .def_property_readonly(
           "path",

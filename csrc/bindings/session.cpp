@@ -238,7 +238,7 @@ py::list take_trace(Session& s) {
       operation_bytes[kOperations[i]] = r.operation_bytes[i];
     }
     py::dict d;
-    d["kind"] = r.prefill ? "prefill" : "decode";
+    d["kind"] = r.kind == StepKind::Prefill ? "prefill" : r.kind == StepKind::Decode ? "decode" : "rebuild";
     d["position"] = r.position;
     d["n_tokens"] = r.n_tokens;
     d["slot"] = ring.slot(r.position);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <limits>
 
 namespace ringlm::cpu {
@@ -66,7 +65,6 @@ struct Attention::Task {
   const kv::Cache& cache() const { return *row(0).kv; }
   const kv::Ring& ring() const { return cache().ring(layer); }
   std::int32_t n() const { return n_tokens * c.group(); }
-  float scale() const { return 1.0f / std::sqrt(static_cast<float>(c.head_dim)); }  // of the scores
   Spans spans() const { return Spans(ring(), row(0).position, row(n_tokens - 1).position); }
   // Index of query i of the task among all [M, n_head].
   std::size_t query(std::int64_t i) const {
@@ -82,8 +80,8 @@ struct Attention::Task {
   }
   void prepare(const Kernels& k, bool pinned, float* workspace) const {
     const float* q = (pinned ? s.a.q_pinned : s.a.q).data() + query(0) * size(c.head_dim);
-    k.prepare_queries({q, std::int64_t{c.n_head} * c.head_dim, n_tokens, c.group(), c.head_dim, scale(),
-                       cache().layout().k_format},
+    k.prepare_queries({q, std::int64_t{c.n_head} * c.head_dim, n_tokens, c.group(), c.head_dim,
+                       c.attention_scale, cache().layout().k_format},
                       workspace);
   }
 };
@@ -162,7 +160,8 @@ void Attention::attend_span(const Task& t, std::int64_t index, const Memory& mem
   const std::int64_t until_wrap = span.pinned ? kSpan : ring.capacity - slot;
   SpanArgs args{n,
                 t.c.head_dim,
-                t.scale(),
+                t.c.attention_scale,
+                t.c.attn_softcap,
                 t.cache().k(t.layer, t.head),
                 t.cache().v(t.layer, t.head),
                 all,

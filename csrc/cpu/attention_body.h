@@ -23,7 +23,7 @@ void attend_span(const SpanArgs& a, float* memory, Partial* parts, float* sums) 
   for (std::int32_t tile = begin; tile < end; ++tile) score_tile(a, w, tile, values);
   const Range filled{begin * kTile, end * kTile};
   for (std::int32_t i = 0; i < a.n; ++i) {
-    parts[i] = softmax(w.scores + static_cast<std::int64_t>(i) * kSpan, a.seen[i], filled);
+    parts[i] = softmax(w.scores + static_cast<std::int64_t>(i) * kSpan, a.seen[i], filled, a.softcap);
   }
   std::memset(sums, 0, static_cast<std::size_t>(a.n * w.width) * sizeof(float));
   for (std::int32_t tile = begin; tile < end; ++tile) weigh_tile(a, w, tile, sums, keys);

@@ -12,7 +12,7 @@ namespace ringlm::cpu {
 namespace {
 
 // Scores to weights e^(score - largest), zero where the query sees nothing. A NaN score makes the total NaN.
-Partial softmax(float* scores, Range seen, Range filled) {
+Partial softmax(float* scores, Range seen, Range filled, float softcap) {
   const f32x16 zero = set1(0.0f);
   const std::int32_t none = seen.begin >= seen.end;
   const std::int32_t first = none ? filled.begin : seen.begin / kLanes * kLanes;
@@ -26,6 +26,9 @@ Partial softmax(float* scores, Range seen, Range filled) {
     return begin <= 0 && end >= kLanes ? x
                                        : keep(x, begin > 0 ? begin : 0, end < kLanes ? end : kLanes, other);
   };
+  for (std::int32_t t = first; softcap > 0.0f && t < last; t += kLanes) {
+    store(scores + t, soft_capped(load(scores + t), softcap));
+  }
   f32x16 most = set1(-__builtin_inff());
   for (std::int32_t t = first; t < last; t += kLanes) {
     most = larger(most, masked(t, load(scores + t), -__builtin_inff()));

@@ -8,42 +8,22 @@
 
 #include "cpu/attention.h"
 #include "cpu/kernels.h"
-#include "cpu/pack.h"
+#include "cpu/products.h"
 #include "cpu/team.h"
-#include "gguf/types.h"
-#include "host/memory.h"
 #include "model/rope.h"
-#include "ringlm/error.h"
 
 namespace ringlm {
 namespace {
 
 using cpu::Claims;
+using cpu::Input;
 using cpu::MatrixView;
+using cpu::Product;
 
 const std::uint8_t* u8(const std::byte* p) { return reinterpret_cast<const std::uint8_t*>(p); }
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 std::size_t aligned(std::size_t n) { return (n + 63) / 64 * 64; }
-
-std::int32_t widest_input(const Config& c) { return std::max({c.n_embd, c.q_dim(), c.n_ff}); }
-
-// The memory of a thread, in bytes from its beginning: a row after its norm (or a head), the row quantized,
-// and what matmul or row_matmul asks for.
-struct Scratch {
-  std::size_t quantized, product, end;
-
-  explicit Scratch(const Config& c) {
-    const std::int32_t widest = std::max(widest_input(c), c.head_dim);
-    quantized = aligned(size(widest) * sizeof(float));
-    product = quantized + aligned(cpu::act_bytes(widest, 1));
-    end = product + aligned(std::max(cpu::staged_bytes(widest), cpu::matmul_scratch(widest) * sizeof(float)));
-  }
-};
-
-struct alignas(64) Line {
-  std::byte bytes[64];
-};
 
 float dot(std::span<const float> a, std::span<const float> b) {
   double sum = 0.0;
@@ -58,18 +38,10 @@ class CpuOps final : public Ops {
             cpu::Team::shared(options.n_threads > 0 ? options.n_threads : cpu::default_thread_count())),
         team_(*shared_team_),
         k_(cpu::kernels()),
-        packed_(options.pack),
         rotation_(kv::make_rotation(c.head_dim)),
         rotation_tables_(cpu::rotation_tables(rotation_)),
-        scratch_at_(c),
-        scratch_(scratch_at_.end / sizeof(Line) * size(team_.size())),
-        attention_(c, k_, rotation_, rotation_tables_, team_.size()) {
-    matrices_.resize(w.n_matrices);
-    w.for_each_matrix([&](const Matrix& m) {
-      matrices_[m.index] = {m.type, m.rows, m.cols, m.row_bytes, u8(m.data.data())};
-    });
-    if (packed_) pack(w);
-  }
+        products_(c, w, k_, team_, options.pack),
+        attention_(c, k_, rotation_, rotation_tables_, team_.size()) {}
 
   const char* name() const override { return k_.name; }
   int n_threads() const override { return team_.size(); }
@@ -78,67 +50,71 @@ class CpuOps final : public Ops {
     return cpu::Attention::tile_floats(c, tiles);
   }
   std::size_t quantized_bytes(const Config& c, std::int64_t M) const override {
-    return packed_ ? cpu::act_bytes(widest_input(c), M) : 0;
+    return products_.quantized_bytes(c, M);
   }
-  std::size_t packed_bytes() const override {
-    std::size_t bytes = 0;
-    for (const MatrixView& m : matrices_) {
-      if (cpu::can_pack(m.type)) bytes += aligned(m.packed_bytes());
-    }
-    return bytes;
-  }
-  bool packed() const override { return packed_; }
+  std::size_t packed_bytes() const override { return products_.packed_bytes(); }
+  bool packed() const override { return products_.packed(); }
   std::size_t scratch_bytes() const override {
-    return scratch_.size() * sizeof(Line) + rotation_tables_.size() * sizeof(float) + attention_.bytes() +
-           matrices_.size() * sizeof(MatrixView);
+    return products_.scratch_bytes() + rotation_tables_.size() * sizeof(float) + attention_.bytes();
   }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
-    const MatrixView& table = matrices_[w.token_embd.index];
+    const MatrixView& table = products_.matrix(w.token_embd);
     team_.run([&](int thread) {
-      auto* row = reinterpret_cast<std::uint8_t*>(scratch(thread));  // at most 4 bytes an element
+      auto* row = reinterpret_cast<std::uint8_t*>(products_.scratch(thread));  // at most 4 bytes an element
       for (std::size_t m = size(thread); m < s.rows.size(); m += size(team_.size())) {
         if (table.packed) cpu::unpack_row(table, s.rows[m].token, row);
-        k_.dequantize_row(table.type, table.packed ? row : u8(w.token_embd.row(s.rows[m].token)),
-                          &s.a.x[m * size(c.n_embd)], c.n_embd);
+        const std::span<float> x = row_of(s.a.x, m, c.n_embd);
+        k_.dequantize_row(table.type, table.packed ? row : u8(w.token_embd.row(s.rows[m].token)), x.data(),
+                          c.n_embd);
+        if (c.embedding_scale == 1.0f) continue;
+        for (float& value : x) value *= c.embedding_scale;
       }
     });
   }
 
   void norm_qkv(const Config& c, const LayerWeights& w, const Step& s) override {
-    const Product products[] = {product(w.q, w.q_bias, s.a.q), product(w.k, w.k_bias, s.a.k),
-                                product(w.v, w.v_bias, s.a.v)};
-    Claims claims = claims_of(products, s.rows.size());
+    const Product products[] = {products_.product(w.q, w.q_bias, s.a.q),
+                                products_.product(w.k, w.k_bias, s.a.k),
+                                products_.product(w.v, w.v_bias, s.a.v)};
+    Claims claims = products_.claims(products, s.rows.size());
     team_.run([&](int thread) {
-      const Input x = normed(c, w.attn_norm, s, products, thread);
+      const Input x = products_.normed(c, w.attn_norm, s, products, thread);
       for (std::int64_t begin, end; claims.take(thread, begin, end);)
-        multiply(products, x, begin, end, thread);
+        products_.multiply(products, x, begin, end, thread);
     });
   }
 
   void rope_append(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) override {
     const auto M = static_cast<std::int64_t>(s.rows.size());
-    const auto part = [](std::span<float> buffer, std::int64_t index, std::int64_t width) {
-      return buffer.subspan(size(index * width), size(width));
+    const Angles* angles = angles_of(c, layer, s);
+    const auto turn = [&](std::span<float> head, std::span<float> Angles::* where, std::int64_t m) {
+      if (angles) rope_apply(head, row_of(angles->*where, size(m), c.rope_dims), c.rope_pairing);
+    };
+    const auto epoch = [&](std::int64_t m, int e) {
+      return row_of(angles->epochs, size(m * kEpochs + e), c.rope_dims);
     };
     team_.run([&](int thread) {
-      const std::span<float> shift(scratch(thread), size(c.head_dim));  // c_e
+      if (c.qk_norm == QkNorm::Full) norm_all_heads(c, w, s, thread);
+      const std::span<float> shift(products_.scratch(thread), size(c.head_dim));  // c_e
       const auto [q_begin, q_end] = cpu::share(M * c.n_head, thread, team_.size());
       for (std::int64_t i = q_begin; i < q_end; ++i) {
         const std::int64_t m = i / c.n_head;
         const kv::Cache& cache = *s.rows[size(m)].kv;
         const bool second = cache.ring(layer).pinned > 0;
-        const std::span<float> q = part(s.a.q, i, c.head_dim), q_pinned = part(s.a.q_pinned, i, c.head_dim);
+        const std::span<float> q = row_of(s.a.q, size(i), c.head_dim);
+        const std::span<float> q_pinned = row_of(s.a.q_pinned, size(i), c.head_dim);
+        if (c.qk_norm == QkNorm::Head) norm(c, w.q_norm, q);
         if (second) {
           std::copy(q.begin(), q.end(), q_pinned.begin());
-          rope_apply(q_pinned, part(s.a.rope_pinned, m, c.rope_dims), c.rope_pairing);
+          turn(q_pinned, &Angles::pinned, m);
         }
-        rope_apply(q, part(s.a.rope, m, c.rope_dims), c.rope_pairing);
+        turn(q, &Angles::own, m);
         if (centred(w, cache)) {
           const auto head = static_cast<std::int32_t>(i % c.n_head) / c.group();
           for (int e = 0; e < kEpochs; ++e) {
             if (e == kOfPinned && !second) continue;
-            centre(c, w, head, part(s.a.rope_epochs, m * kEpochs + e, c.rope_dims), shift);
+            centre(c, w, head, epoch(m, e), shift);
             s.a.offsets[size(i * kEpochs + e)] = dot(e == kOfPinned ? q_pinned : q, shift);
           }
         }
@@ -152,10 +128,12 @@ class CpuOps final : public Ops {
         const std::int64_t m = i / c.n_head_kv;
         const Row& row = s.rows[size(m)];
         const auto head = static_cast<std::int32_t>(i % c.n_head_kv);
-        const std::span<float> k = part(s.a.k, i, c.head_dim), v = part(s.a.v, i, c.head_dim);
-        rope_apply(k, part(s.a.rope, m, c.rope_dims), c.rope_pairing);
+        const std::span<float> k = row_of(s.a.k, size(i), c.head_dim);
+        const std::span<float> v = row_of(s.a.v, size(i), c.head_dim);
+        if (c.qk_norm == QkNorm::Head) norm(c, w.k_norm, k);
+        turn(k, &Angles::own, m);
         if (centred(w, *row.kv)) {
-          centre(c, w, head, part(s.a.rope_epochs, m * kEpochs + kOwn, c.rope_dims), shift);
+          centre(c, w, head, epoch(m, kOwn), shift);
           for (std::size_t j = 0; j < k.size(); ++j) k[j] -= shift[j];
         }
         const kv::Rows keys = row.kv->k(layer, head), values = row.kv->v(layer, head);
@@ -172,32 +150,43 @@ class CpuOps final : public Ops {
     attention_.run(team_, c, w, layer, s);
   }
 
-  void out_residual(const Config&, const LayerWeights& w, const Step& s) override {
-    add_projection(w.out, w.out_bias, s.a.att, s);
+  void out_residual(const Config& c, const LayerWeights& w, const Step& s) override {
+    add_projection(c, w.out, w.out_bias, w.attn_post_norm, s.a.att, s);
+  }
+
+  void route(const Config& c, const LayerWeights& w, const Step& s) override {
+    const Product router[] = {products_.product(w.router, {}, s.a.routing.scores)};
+    Claims claims = products_.claims(router, s.rows.size());
+    team_.run([&](int thread) {
+      const Input x = products_.normed(c, w.ffn_norm, s, router, thread);
+      if (s.rows.size() == 1 && thread == 0) std::copy_n(x.x, c.n_embd, s.a.normed.begin());
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        products_.multiply(router, x, begin, end, thread);
+      team_.barrier();
+      for_my_rows(s, thread, [&](std::size_t m) {
+        const float shared = c.n_ff_shared > 0 ? dot(row_of(s.a.normed, m, c.n_embd), w.shared_gate) : 0.0f;
+        choose_experts(c, s, m, row_of(s.a.routing.scores, m, c.n_expert), shared);
+      });
+    });
+    assign_slots(c, s);
   }
 
   void norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) override {
-    const Product gate[] = {product(w.gate, w.gate_bias, s.a.gate)};
-    const Product up[] = {product(w.up, w.up_bias, s.a.up)};
+    if (!w.experts.empty()) return experts_gate_up(c, w, s);
+    const Product gate[] = {products_.product(w.ff.gate, w.ff.gate_bias, s.a.gate)};
+    const Product up[] = {products_.product(w.ff.up, w.ff.up_bias, s.a.up)};
     const Product both[] = {gate[0], up[0]};
-    Claims claims = claims_of(gate, s.rows.size());
+    Claims claims = products_.claims(gate, s.rows.size());
     team_.run([&](int thread) {
-      const Input x = normed(c, w.ffn_norm, s, both, thread);
-      for (std::int64_t begin, end; claims.take(thread, begin, end);) {
-        multiply(gate, x, begin, end, thread);
-        multiply(up, x, begin, end, thread);
-        const std::int64_t first = begin * cpu::kGroup,
-                           last = std::min<std::int64_t>(end * cpu::kGroup, c.n_ff);
-        for (std::size_t m = 0; m < s.rows.size(); ++m) {
-          const std::size_t at = m * size(c.n_ff) + size(first);
-          k_.silu_mul(&s.a.gate[at], &s.a.up[at], last - first);
-        }
-      }
+      const Input x = products_.normed(c, w.ffn_norm, s, both, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        gate_up(c, gate[0], up[0], x, begin, end, thread);
     });
   }
 
-  void down_residual(const Config&, const LayerWeights& w, const Step& s) override {
-    add_projection(w.down, w.down_bias, s.a.gate, s);
+  void down_residual(const Config& c, const LayerWeights& w, const Step& s) override {
+    if (!w.experts.empty()) return experts_down(c, w, s);
+    add_projection(c, w.ff.down, w.ff.down_bias, w.ffn_post_norm, s.a.gate, s);
   }
 
   void norm_head(const Config& c, const Weights& w, const Step& s) override {
@@ -209,169 +198,190 @@ class CpuOps final : public Ops {
       s.a.heads[n++] = s.rows[m].logits;
     }
     if (n == 0) return;
-    Product head = product(w.head, {}, {});
-    head.into = s.a.heads.data();
-    multiply_all({&head, 1}, s.a.normed, n, s);
+    Product head[] = {products_.product(w.head, {}, {})};
+    head[0].into = s.a.heads.data();
+    Claims claims = products_.claims(head, n);
+    team_.run([&](int thread) {
+      const Input x = products_.input(s.a.normed, n, s, head, thread);
+      for (std::int64_t begin, end; claims.take(thread, begin, end);)
+        products_.multiply(head, x, begin, end, thread);
+      if (c.logit_scale == 1.0f && c.final_softcap == 0.0f) return;
+      team_.barrier();
+      const auto [begin, end] = cpu::share(c.n_vocab, thread, team_.size());
+      for (std::size_t i = 0; i < n; ++i) {
+        k_.soft_cap(s.a.heads[i] + begin, end - begin, c.logit_scale, c.final_softcap);
+      }
+    });
   }
 
  private:
-  // The rows of a step as the input of products: M of them, and quantized where a matrix wants that.
-  struct Input {
-    const float* x;              // [M, cols]
-    const std::byte* quantized;  // [act_bytes(cols, M)] or null
-    std::size_t M;
-  };
-
-  // y [M, rows] (+)= w x + bias, or into a row of its own for every token.
-  struct Product {
-    const MatrixView* w;
-    const float* bias;
-    float* y;
-    bool add;
-    float* const* into;
-  };
-
-  Product product(const Matrix& w, const Vector& bias, std::span<float> y) const {
-    return {&matrices_[w.index], bias.empty() ? nullptr : bias.data(), y.data(), false, nullptr};
+  static std::span<float> row_of(std::span<float> buffer, std::size_t index, std::int64_t width) {
+    return buffer.subspan(index * size(width), size(width));
   }
-
-  // The file's matrices in the order of the kernels, by all threads; the file's pages are let go.
-  void pack(const Weights& w) {
-    const std::size_t bytes = packed_bytes();
-    const std::size_t there = host::available_memory();
-    if (bytes > there) {
-      throw OutOfMemory("the weights need " + host::format_bytes(bytes) +
-                        " of memory when they are packed, but only " + host::format_bytes(there) +
-                        " is available; without packing (repack=False) they stay in the mapped file");
-    }
-    region_ = host::Region(bytes, "packed weights", host::Region::Pages::Absent);
-    auto* out = reinterpret_cast<std::uint8_t*>(region_.bytes().data());
-    w.for_each_matrix([&](const Matrix& matrix) {
-      MatrixView& m = matrices_[matrix.index];
-      if (!cpu::can_pack(m.type)) return;  // it stays in the file
-      Claims claims(m.groups(), 16, team_.size());
-      team_.run([&](int thread) {
-        for (std::int64_t begin, end; claims.take(thread, begin, end);) {
-          cpu::pack(m, m.data, static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end), out);
-        }
-      });
-      m.data = out;
-      m.packed = true;
-      out += aligned(m.packed_bytes());
-      host::drop_pages(matrix.data);
-    });
-  }
-
-  std::byte* memory(int thread) { return scratch_[size(thread) * scratch_at_.end / sizeof(Line)].bytes; }
-  float* scratch(int thread) { return reinterpret_cast<float*>(memory(thread)); }
-  std::byte* quantized(int thread) { return memory(thread) + scratch_at_.quantized; }
 
   void rotate(float* head, bool back) const { k_.rotate(rotation_, rotation_tables_.data(), head, back); }
 
-  // The groups of rows that a thread takes at least, and a helper at a time: some 12 KB of weights for one
-  // token, one group for many.
-  Claims claims_of(std::span<const Product> products, std::size_t M) const {
-    constexpr std::size_t bytes = 12 << 10;
-    std::int64_t groups = 0;
-    for (const Product& p : products) groups += p.w->groups();
-    const std::size_t grain = M == 1 ? bytes / products[0].w->group_bytes() : 1;
-    return {groups, std::max<std::int64_t>(1, static_cast<std::int64_t>(grain)), team_.size()};
+  void norm(const Config& c, const Vector& weight, std::span<float> x) const {
+    k_.rms_norm(x.data(), weight.data(), c.norm_eps, x.data(), static_cast<std::int32_t>(x.size()));
   }
 
-  bool wants_quantized(std::span<const Product> products) const {
-    return std::any_of(products.begin(), products.end(), [](const Product& p) {
-      return p.w->packed && gguf::traits(p.w->type).block_size > 1;
+  // Calls f with the rows of the step that are this thread's.
+  template <class F>
+  void for_my_rows(const Step& s, int thread, F f) const {
+    for (std::size_t m = size(thread); m < s.rows.size(); m += size(team_.size())) f(m);
+  }
+
+  // Queries and keys, all heads of a row together.
+  void norm_all_heads(const Config& c, const LayerWeights& w, const Step& s, int thread) {
+    for_my_rows(s, thread, [&](std::size_t m) {
+      norm(c, w.q_norm, row_of(s.a.q, m, c.q_dim()));
+      norm(c, w.k_norm, row_of(s.a.k, m, c.kv_dim()));
     });
-  }
-
-  // RMSNorm of every row of the step, and quantized. One row is done by every thread for itself, which is
-  // quicker than to wait for another.
-  Input normed(const Config& c, const Vector& weight, const Step& s, std::span<const Product> products,
-               int thread) {
-    const std::size_t M = s.rows.size(), n = size(c.n_embd);
-    const bool quantize = wants_quantized(products);
-    if (M == 1) {
-      float* y = scratch(thread);
-      k_.rms_norm(s.a.x.data(), weight.data(), c.norm_eps, y, c.n_embd);
-      if (quantize) k_.quantize(y, c.n_embd, quantized(thread), 0, 1);
-      return {y, quantize ? quantized(thread) : nullptr, 1};
-    }
-    std::byte* q = s.a.quantized.data();
-    for (std::size_t m = size(thread); m < M; m += size(team_.size())) {
-      float* y = &s.a.normed[m * n];
-      k_.rms_norm(&s.a.x[m * n], weight.data(), c.norm_eps, y, c.n_embd);
-      if (quantize) k_.quantize(y, c.n_embd, q, static_cast<std::int64_t>(m), static_cast<std::int64_t>(M));
-    }
     team_.barrier();
-    return {s.a.normed.data(), quantize ? q : nullptr, M};
   }
 
-  // x [M, cols], quantized the same way.
-  Input input(std::span<const float> x, std::size_t M, const Step& s, std::span<const Product> products,
-              int thread) {
-    if (!wants_quantized(products)) return {x.data(), nullptr, M};
-    const std::int32_t cols = products[0].w->cols;
-    if (M == 1) {
-      k_.quantize(x.data(), cols, quantized(thread), 0, 1);
-      return {x.data(), quantized(thread), 1};
+  // Groups [begin, end) of both, and activation(gate) * up of their rows.
+  void gate_up(const Config& c, const Product& gate, const Product& up, const Input& x, std::int64_t begin,
+               std::int64_t end, int thread) {
+    products_.multiply({&gate, 1}, x, begin, end, thread);
+    products_.multiply({&up, 1}, x, begin, end, thread);
+    const std::int64_t n_ff = gate.w->rows, first = begin * cpu::kGroup;
+    const std::int64_t n = std::min(end * cpu::kGroup, n_ff) - first;
+    const auto multiply = c.activation == Activation::Gelu ? k_.gelu_mul : k_.silu_mul;
+    for (std::size_t m = 0; m < x.M; ++m) {
+      const std::size_t at = m * size(n_ff) + size(first);
+      multiply(gate.y + at, up.y + at, n);
     }
-    std::byte* q = s.a.quantized.data();
-    for (std::size_t m = size(thread); m < M; m += size(team_.size())) {
-      k_.quantize(&x[m * size(cols)], cols, q, static_cast<std::int64_t>(m), static_cast<std::int64_t>(M));
-    }
-    team_.barrier();
-    return {x.data(), q, M};
   }
 
-  void multiply_all(std::span<const Product> products, std::span<const float> x, std::size_t M,
-                    const Step& s) {
-    Claims claims = claims_of(products, M);
+  // x += scale * norm(projection of `from`, plus bias)
+  void add_projection(const Config& c, const Matrix& w, const Vector& bias, const Vector& post_norm,
+                      std::span<const float> from, const Step& s) {
+    const bool direct = post_norm.empty() && c.residual_scale == 1.0f;
+    Product p[] = {products_.product(w, bias, direct ? s.a.x : s.a.normed)};
+    p[0].add = direct;
+    Claims claims = products_.claims(p, s.rows.size());
     team_.run([&](int thread) {
-      const Input in = input(x, M, s, products, thread);
+      const Input in = products_.input(from, s.rows.size(), s, p, thread);
       for (std::int64_t begin, end; claims.take(thread, begin, end);)
-        multiply(products, in, begin, end, thread);
+        products_.multiply(p, in, begin, end, thread);
+      if (direct) return;
+      team_.barrier();
+      for_my_rows(s, thread, [&](std::size_t m) { add_normed(c, post_norm, s, m); });
     });
   }
 
-  // x += projection of `from`, plus bias
-  void add_projection(const Matrix& w, const Vector& bias, std::span<const float> from, const Step& s) {
-    Product p = product(w, bias, s.a.x);
-    p.add = true;
-    multiply_all({&p, 1}, from, s.rows.size(), s);
+  // x += scale * norm(Activations::normed), of one row.
+  void add_normed(const Config& c, const Vector& post_norm, const Step& s, std::size_t m) const {
+    const std::span<float> x = row_of(s.a.x, m, c.n_embd), y = row_of(s.a.normed, m, c.n_embd);
+    if (!post_norm.empty()) norm(c, post_norm, y);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] += c.residual_scale * y[i];
   }
 
-  // Groups [begin, end) of all products' rows, counted through.
-  void multiply(std::span<const Product> products, const Input& x, std::int64_t begin, std::int64_t end,
-                int thread) {
-    std::int64_t first = 0;
-    for (const Product& p : products) {
-      const std::int64_t last = first + p.w->groups();
-      const auto from = static_cast<std::int32_t>(std::clamp(begin, first, last) - first);
-      const auto to = static_cast<std::int32_t>(std::clamp(end, first, last) - first);
-      first = last;
-      if (from == to) continue;
-      const cpu::MatmulArgs args{*p.w, p.bias, x.x,   x.quantized, static_cast<std::int32_t>(x.M),
-                                 p.y,  p.add,  p.into};
-      std::byte* product = memory(thread) + scratch_at_.product;
-      if (p.w->packed) {
-        k_.matmul(args, from, to, product);
-      } else {
-        k_.row_matmul(args, from * cpu::kGroup, std::min(to * cpu::kGroup, p.w->rows),
-                      reinterpret_cast<float*>(product));
-      }
+  // The products of all experts' runs: rows(run) is their input [n, cols], each(run, x, begin, end, thread)
+  // multiplies groups of it. `matrix` tells how many there are, `quantize` whether one of them wants that.
+  template <class Rows, class Each>
+  void for_each_expert(const Config& c, const LayerWeights& w, const Step& s, Matrix FeedForward::* matrix,
+                       bool quantize, Rows rows, Each each, int thread, Claims& claims) {
+    const auto input_of = [&](const ExpertRun& r, std::size_t at) {
+      return Input{rows(r), quantize ? s.a.quantized.data() + at : nullptr, size(r.n)};
+    };
+    std::size_t at = 0;
+    if (quantize) {
+      for_each_run(c, w, s, [&](const ExpertRun& r) {
+        const std::int32_t cols = (r.network.*matrix).cols;
+        for (std::int64_t j = 0; j < r.n; ++j) {
+          if ((r.first + j) % team_.size() != thread) continue;
+          k_.quantize(rows(r) + j * cols, cols, s.a.quantized.data() + at, j, r.n);
+        }
+        at += aligned(cpu::act_bytes(cols, r.n));
+      });
+      team_.barrier();
     }
+    for (std::int64_t begin, end; claims.take(thread, begin, end);) {
+      std::int64_t first = 0;
+      at = 0;
+      for_each_run(c, w, s, [&](const ExpertRun& r) {
+        const MatrixView& view = products_.matrix(r.network.*matrix);
+        const std::int64_t last = first + view.groups();
+        const std::int64_t from = std::clamp(begin, first, last), to = std::clamp(end, first, last);
+        if (from < to) each(r, input_of(r, at), from - first, to - first);
+        first = last;
+        at += aligned(cpu::act_bytes(view.cols, r.n));
+      });
+    }
+  }
+
+  // Those of the experts in one tensor are alike; the shared one may differ.
+  bool wants_quantized(const LayerWeights& w, Matrix FeedForward::* matrix) const {
+    const Product ends[] = {products_.product(w.experts.front().*matrix, {}, {}),
+                            products_.product(w.experts.back().*matrix, {}, {})};
+    return cpu::Products::want_quantized(ends);
+  }
+
+  Claims expert_claims(const Config& c, const LayerWeights& w, const Step& s,
+                       Matrix FeedForward::* matrix) const {
+    std::int64_t groups = 0;
+    for_each_run(c, w, s,
+                 [&](const ExpertRun& r) { groups += products_.matrix(r.network.*matrix).groups(); });
+    return products_.claims(groups, products_.matrix(w.experts[0].*matrix).group_bytes(), s.rows.size());
+  }
+
+  void experts_gate_up(const Config& c, const LayerWeights& w, const Step& s) {
+    Claims claims = expert_claims(c, w, s, &FeedForward::gate);
+    const bool quantize = wants_quantized(w, &FeedForward::gate) || wants_quantized(w, &FeedForward::up);
+    const std::size_t n_slots = size(c.n_slots());
+    team_.run([&](int thread) {
+      for (std::size_t i = size(thread); i < s.rows.size() * n_slots; i += size(team_.size())) {
+        std::ranges::copy(row_of(s.a.normed, i / n_slots, c.n_embd),
+                          row_of(s.a.expert_x, size(s.a.routing.slots[i]), c.n_embd).begin());
+      }
+      team_.barrier();
+      for_each_expert(
+          c, w, s, &FeedForward::gate, quantize,
+          [&](const ExpertRun& r) { return &s.a.expert_x[size(r.first * c.n_embd)]; },
+          [&](const ExpertRun& r, const Input& x, std::int64_t begin, std::int64_t end) {
+            const FeedForward& n = r.network;
+            gate_up(c, products_.product(n.gate, n.gate_bias, s.a.gate.subspan(r.gate)),
+                    products_.product(n.up, n.up_bias, s.a.up.subspan(r.gate)), x, begin, end, thread);
+          },
+          thread, claims);
+    });
+  }
+
+  void experts_down(const Config& c, const LayerWeights& w, const Step& s) {
+    Claims claims = expert_claims(c, w, s, &FeedForward::down);
+    const std::size_t n_slots = size(c.n_slots());
+    team_.run([&](int thread) {
+      for_each_expert(
+          c, w, s, &FeedForward::down, wants_quantized(w, &FeedForward::down),
+          [&](const ExpertRun& r) { return &s.a.gate[r.gate]; },
+          [&](const ExpertRun& r, const Input& x, std::int64_t begin, std::int64_t end) {
+            const Product down[] = {products_.product(r.network.down, r.network.down_bias,
+                                                      s.a.expert_x.subspan(size(r.first * c.n_embd)))};
+            products_.multiply(down, x, begin, end, thread);
+          },
+          thread, claims);
+      team_.barrier();
+      for_my_rows(s, thread, [&](std::size_t m) {
+        const std::span<float> sum = row_of(s.a.normed, m, c.n_embd);
+        std::ranges::fill(sum, 0.0f);
+        for (std::size_t i = m * n_slots; i < (m + 1) * n_slots; ++i) {
+          const std::span<const float> y = row_of(s.a.expert_x, size(s.a.routing.slots[i]), c.n_embd);
+          const float weight = s.a.routing.weights[i];
+          for (std::size_t j = 0; j < sum.size(); ++j) sum[j] += weight * y[j];
+        }
+        add_normed(c, w.ffn_post_norm, s, m);
+      });
+    });
   }
 
   const std::shared_ptr<cpu::Team> shared_team_;  // with the other models of the process
   cpu::Team& team_;
   const cpu::Kernels& k_;
-  const bool packed_;
-  host::Region region_;               // of the packed matrices
-  std::vector<MatrixView> matrices_;  // by Matrix::index, packed or as in the file
-  const kv::Rotation rotation_;       // of every INT8 cache of the model
+  const kv::Rotation rotation_;  // of every INT8 cache of the model
   const std::vector<float> rotation_tables_;
-  const Scratch scratch_at_;
-  std::vector<Line> scratch_;  // [threads, scratch_at_.end]
+  cpu::Products products_;
   cpu::Attention attention_;
 };
 

@@ -67,7 +67,7 @@ struct QueryArgs {
   std::int32_t n_tokens;
   std::int32_t group;
   std::int32_t head_dim;
-  float scale;  // of the scores: 1 / sqrt(head_dim)
+  float scale;  // of the scores
   KvFormat keys;
 };
 
@@ -82,6 +82,7 @@ struct SpanArgs {
   std::int32_t n;  // queries: tokens times group
   std::int32_t head_dim;
   float scale;
+  float softcap;  // scores become softcap tanh(score / softcap); 0: they do not
   kv::Rows k, v;
   Range all;                      // what any query sees: not empty
   const Range* seen;              // [n] what each query sees
@@ -119,8 +120,12 @@ struct Kernels {
   // y = w x / sqrt(mean(x^2) + eps), n elements.
   void (*rms_norm)(const float* x, const float* w, float eps, float* y, std::int32_t n);
 
-  // gate = silu(gate) * up
+  // gate = silu(gate) * up, gate = gelu(gate) * up (its approximation by tanh)
   void (*silu_mul)(float* gate, const float* up, std::int64_t n);
+  void (*gelu_mul)(float* gate, const float* up, std::int64_t n);
+
+  // x = cap tanh(scale x / cap), or scale x where cap is 0.
+  void (*soft_cap)(float* x, std::int64_t n, float scale, float cap);
 
   // kv::rotate and kv::rotate_back; `tables` is rotation_tables(r).
   void (*rotate)(const kv::Rotation& r, const float* tables, float* x, bool back);

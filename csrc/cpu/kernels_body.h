@@ -49,6 +49,22 @@ void silu_mul(float* gate, const float* up, std::int64_t n) {
   map(gate, up, n, [](f32x16 g, f32x16 u) { return g / (set1(1.0f) + exp(set1(0.0f) - g)) * u; });
 }
 
+// x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh u) / 2 = 1 / (1 + e^(-2 u)).
+void gelu_mul(float* gate, const float* up, std::int64_t n) {
+  map(gate, up, n, [](f32x16 g, f32x16 u) {
+    const f32x16 inner = g * fma(g * g, set1(-2.0f * 0.7978845608f * 0.044715f), set1(-2.0f * 0.7978845608f));
+    return g / (set1(1.0f) + exp(inner)) * u;
+  });
+}
+
+void soft_cap(float* x, std::int64_t n, float scale, float cap) {
+  if (cap == 0.0f) {
+    for (std::int64_t i = 0; i < n; ++i) x[i] *= scale;
+    return;
+  }
+  map(x, x, n, [=](f32x16 a, f32x16) { return soft_capped(a * set1(scale), cap); });
+}
+
 // Sylvester's matrix of order `width`, a multiple of kLanes, on x: its lower index bits by a product with the
 // matrix of order kLanes, its upper ones by sums and differences of whole vectors. The result times `scale`.
 void walsh_hadamard(const float* sylvester, float* x, std::int32_t width, float scale) {
@@ -133,6 +149,8 @@ constexpr Kernels make_kernels(const char* name) {
           Entry<row_matmul>::call,
           Entry<rms_norm>::call,
           Entry<silu_mul>::call,
+          Entry<gelu_mul>::call,
+          Entry<soft_cap>::call,
           Entry<rotate>::call,
           Entry<store_row>::call,
           Entry<prepare_queries>::call,

@@ -53,6 +53,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
       uses[i] = std::make_unique<Session::Impl::Use>(s);
       s.check_tokens(tokens.subspan(i, 1));
       s.hear();
+      s.make_ready(1);
       ready.push_back(i);
       if (!host || s.options.chunk > host->options.chunk) host = &s;
     } catch (...) {
@@ -67,8 +68,8 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
     const Trace* traced = nullptr;
     for (std::size_t m = 0; m < M; ++m) {
       Session::Impl& s = *sessions[group[m]]->impl_;
-      rows[m] = {tokens[group[m]], s.position, &s.memory.cache, s.spare_logits().data(),
-                 s.memory.tiles.data()};
+      rows[m] = {tokens[group[m]],      s.position, &s.memory.cache, s.spare_logits().data(),
+                 s.memory.tiles.data(), s.regime};
       s.begin(1);
       if (s.trace.on()) traced = &s.trace;
     }
@@ -88,7 +89,8 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
         s.hear();
         if (bad[m]) name_the_layer(*host, rows[m]);
         s.commit(tokens.subspan(group[m], 1), true);
-        measurement.add_to(s.trace, false, s.model->parts().weights, rows.subspan(m, 1));
+        const Model::Parts& parts = s.model->parts();
+        measurement.add_to(s.trace, StepKind::Decode, parts.config, parts.weights, rows.subspan(m, 1));
       } catch (...) {
         errors[group[m]] = heard(s);
       }

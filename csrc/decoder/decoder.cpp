@@ -38,14 +38,22 @@ void turn(const Network& net, const Step& s, std::size_t m, bool keys_are_centre
   const std::size_t n = size(net.config.rope_dims);
   const kv::Layout& l = s.rows[m].kv->layout();
   const std::int64_t p = s.rows[m].position;
-  rope_table(net.rope_frequencies, p, s.a.rope.subspan(m * n, n));
-  rope_table(net.rope_frequencies, std::min(p, l.n_ctx - 1), s.a.rope_pinned.subspan(m * n, n));
-  if (!keys_are_centred) return;
-  const std::int64_t length = l.epoch(), epoch = p / length;
-  for (const auto& [e, index] :
-       {std::pair{kOwn, epoch}, {kPrevious, epoch - 1}, {kOfPinned, std::int64_t{0}}}) {
-    const std::size_t at = (m * kEpochs + size(e)) * n;
-    epoch_table(net.rope_frequencies, index, length, s.a.rope_epochs.subspan(at, n));
+  for (std::size_t rope = 0; rope < net.config.ropes.size(); ++rope) {
+    const RopeAngles& angles = net.ropes.at(static_cast<std::int32_t>(rope), s.rows[m].regime);
+    const Angles& to = s.a.angles[rope];
+    const std::span<float> own = to.own.subspan(m * n, n), pinned = to.pinned.subspan(m * n, n);
+    rope_table(angles, p, own);
+    if (p < l.n_ctx || l.pinned == 0) {
+      std::ranges::copy(own, pinned.begin());
+    } else {
+      rope_table(angles, l.n_ctx - 1, pinned);
+    }
+    if (!keys_are_centred) continue;
+    const std::int64_t length = l.epoch(), epoch = p / length;
+    for (const auto& [e, index] :
+         {std::pair{kOwn, epoch}, {kPrevious, epoch - 1}, {kOfPinned, std::int64_t{0}}}) {
+      epoch_table(angles, index, length, to.epochs.subspan((m * kEpochs + size(e)) * n, n));
+    }
   }
 }
 
@@ -72,10 +80,9 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
     return buffer.subspan(m * size(width), size(width));
   };
 
-  const bool biased = std::any_of(net.weights.layers.begin(), net.weights.layers.end(),
-                                  [](const LayerWeights& w) { return !w.k_bias.empty(); });
+  const bool offsets = std::ranges::any_of(net.weights.layers, &LayerWeights::keys_have_offset);
   for (std::size_t m = 0; m < M; ++m) {
-    turn(net, s, m, biased && s.rows[m].kv->layout().k_format == KvFormat::Int8);
+    turn(net, s, m, offsets && s.rows[m].kv->layout().k_format == KvFormat::Int8);
   }
 
   net.ops.embed(c, net.weights, s);
@@ -100,8 +107,13 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
     after(Place{layer, "attend"}, head(s.a.att, c.q_dim()));
     net.ops.out_residual(c, w, s);
     after(Place{layer, "out_residual"}, head(s.a.x, c.n_embd));
+    if (!w.experts.empty()) {
+      net.ops.route(c, w, s);
+      after(Place{layer, "route"}, head(s.a.routing.weights, c.n_slots()));
+    }
     net.ops.norm_gate_up(c, w, s);
-    after(Place{layer, "norm_gate_up"}, head(s.a.gate, c.n_ff));
+    const std::int32_t n_ff = c.n_expert_used * c.n_ff_expert + c.n_ff_shared;
+    after(Place{layer, "norm_gate_up"}, head(s.a.gate, w.experts.empty() ? c.n_ff : n_ff));
     net.ops.down_residual(c, w, s);
     after(Place{layer, "down_residual"}, head(s.a.x, c.n_embd));
   }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <span>
 
+#include "model/rope.h"
 #include "model/weights.h"
 #include "ops/ops.h"
 #include "ringlm/config.h"
@@ -14,7 +15,7 @@ namespace ringlm {
 struct Network {
   const Config& config;
   const Weights& weights;
-  std::span<const double> rope_frequencies;
+  const Ropes& ropes;
   Ops& ops;
 };
 

@@ -48,11 +48,12 @@ std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, cons
   gguf::File file = gguf::File::open(path);
   Config config = read_config(file);
   set_windows(config, options.windows);
+  if (options.rope) set_rope(config, *options.rope);
   Weights weights = bind_weights(file, config);
-  auto frequencies = rope_frequencies(config, weights.rope_freq_factors);
+  Ropes ropes(config);
   auto ops = make_ops(config, weights, options);
   auto parts = std::make_unique<Parts>(Parts{std::move(file), std::move(config), std::move(weights),
-                                             std::move(frequencies), std::move(ops), ::getpid()});
+                                             std::move(ropes), std::move(ops), ::getpid()});
   return std::shared_ptr<const Model>(new Model(std::move(parts)));
 }
 
@@ -76,7 +77,7 @@ std::size_t Model::weight_bytes() const noexcept {
 std::size_t Model::packed_bytes() const noexcept { return parts_->ops->packed_bytes(); }
 std::size_t Model::shared_bytes() const noexcept {
   const Weights& w = parts_->weights;
-  std::size_t bytes = (w.output_norm.size() + w.rope_freq_factors.size()) * sizeof(float);
+  std::size_t bytes = w.output_norm.size() * sizeof(float);
   for (const LayerWeights& layer : w.layers) bytes += layer.vector_bytes();
   return bytes + parts_->ops->scratch_bytes();
 }

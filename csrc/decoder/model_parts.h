@@ -3,9 +3,9 @@
 #include <sys/types.h>
 
 #include <memory>
-#include <vector>
 
 #include "gguf/file.h"
+#include "model/rope.h"
 #include "model/weights.h"
 #include "ops/ops.h"
 #include "ringlm/model.h"
@@ -16,7 +16,7 @@ struct Model::Parts {
   gguf::File file;
   Config config;
   Weights weights;
-  std::vector<double> rope_frequencies;
+  Ropes ropes;
   std::unique_ptr<Ops> ops;
   ::pid_t owner;  // the process whose threads compute
 

@@ -99,25 +99,26 @@ void compute(Session::Impl& host, std::span<const Row> rows, const std::function
   std::optional<TimedOps> timed;
   if (seconds) timed.emplace(*p.ops, *seconds);
   Ops& ops = timed ? static_cast<Ops&>(*timed) : *p.ops;
-  run_step({p.config, p.weights, p.rope_frequencies, ops}, {rows, host.memory.a}, bad, before_layer);
+  run_step({p.config, p.weights, p.ropes, ops}, {rows, host.memory.a}, bad, before_layer);
 }
 
 void name_the_layer(Session::Impl& host, const Row& row) {
   const Model::Parts& p = host.model->parts();
   Row alone = row;
   alone.logits = nullptr;
-  name_the_layer({p.config, p.weights, p.rope_frequencies, *p.ops}, Step{{&alone, 1}, host.memory.a});
+  name_the_layer({p.config, p.weights, p.ropes, *p.ops}, Step{{&alone, 1}, host.memory.a});
 }
 
-void Session::Impl::step(Kind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last) {
+void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all,
+                         bool last) {
   const Model::Parts& p = model->parts();
   const std::size_t n_vocab = size(p.config.n_vocab);
   const std::span<Row> rows = memory.rows.first(tokens.size());
   for (std::size_t i = 0; i < rows.size(); ++i) {
     float* logits = !all.empty() ? all.data() + i * n_vocab : nullptr;
     if (all.empty() && last && i + 1 == rows.size()) logits = spare_logits().data();
-    rows[i] = {tokens[i], position + static_cast<std::int64_t>(i), &memory.cache, logits,
-               memory.tiles.data()};
+    rows[i] = {tokens[i], position + static_cast<std::int64_t>(i), &memory.cache, logits, memory.tiles.data(),
+               regime};
   }
 
   begin(tokens.size());
@@ -131,7 +132,31 @@ void Session::Impl::step(Kind kind, std::span<const std::int32_t> tokens, std::s
   }
   commit(tokens, last);
   measurement.stop();
-  measurement.add_to(trace, kind == Kind::Prefill, p.weights, rows);
+  measurement.add_to(trace, kind, p.config, p.weights, rows);
+}
+
+void Session::Impl::make_ready(std::size_t n) {
+  const Model::Parts& p = model->parts();
+  const std::int64_t end = position;
+  const std::int32_t wanted = p.ropes.regime(std::min(end + static_cast<std::int64_t>(n), options.n_ctx));
+  if (wanted == regime) return;
+  regime = -1;
+  for (std::int64_t first = 0; first < end; first += options.chunk) {
+    const std::span<Row> rows = memory.rows.first(size(std::min<std::int64_t>(options.chunk, end - first)));
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const std::int64_t at = first + static_cast<std::int64_t>(i);
+      const std::int32_t id = memory.ids[size(text_ring().slot(at))];
+      rows[i] = {id, at, &memory.cache, nullptr, memory.tiles.data(), wanted};
+    }
+    Measurement measurement(&trace);
+    compute(*this, rows, before_layer, measurement.seconds());
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      if (memory.bad[i]) name_the_layer(*this, rows[i]);
+    }
+    measurement.stop();
+    measurement.add_to(trace, StepKind::Rebuild, p.config, p.weights, rows);
+  }
+  regime = wanted;
 }
 
 void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits) {
@@ -199,7 +224,8 @@ void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> out
   while (done < tokens.size()) {
     const std::size_t n = std::min(size(s.options.chunk), tokens.size() - done);
     try {
-      s.step(Impl::Kind::Prefill, tokens.subspan(done, n),
+      s.make_ready(tokens.size() - done);
+      s.step(StepKind::Prefill, tokens.subspan(done, n),
              all.empty() ? all : all.subspan(done * n_vocab, n * n_vocab), done + n == tokens.size());
     } catch (const Cancelled&) {
       s.cancelled = false;
@@ -223,7 +249,8 @@ void Session::decode(std::int32_t token, std::span<float> out) {
                           std::to_string(n_vocab));
   }
   try {
-    s.step(Impl::Kind::Decode, one, {}, true);
+    s.make_ready(1);
+    s.step(StepKind::Decode, one, {}, true);
   } catch (const Cancelled&) {
     s.cancelled = false;
     throw;

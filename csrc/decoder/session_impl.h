@@ -30,6 +30,9 @@ struct Session::Impl {
   // Position, ids and held_from change under the mutex, so that tokens() may read them at any time.
   mutable std::mutex text;
   std::atomic<std::int64_t> position{0};
+  // Of the angles that the rows were turned by (model/rope.h), or -1: the rows count for nothing and are
+  // computed again before the next step.
+  std::int32_t regime = 0;
   int current = 0;  // of memory.logits: those of the last step
   bool has_logits = false;
   std::atomic<bool> cancelled{false};
@@ -74,8 +77,11 @@ struct Session::Impl {
 
   // One atomic step of at most `chunk` tokens. Logits of all go to `all` [n, n_vocab], where that is not
   // empty; those of the last one are kept when `last`.
-  enum class Kind { Prefill, Decode };
-  void step(Kind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last);
+  void step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last);
+
+  // Where the angles of a text that is n tokens longer are others, all rows are computed again from the kept
+  // ids. When it throws, the next call begins anew.
+  void make_ready(std::size_t n);
 
   std::span<float> spare_logits() { return memory.logits[1 - current]; }
   std::span<const float> logits() const;

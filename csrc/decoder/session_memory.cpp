@@ -54,11 +54,20 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c,
   a.k = carver.take<float>(M * size(c.kv_dim()));
   a.v = carver.take<float>(M * size(c.kv_dim()));
   a.att = carver.take<float>(M * size(c.q_dim()));
-  a.gate = carver.take<float>(M * size(c.n_ff));
-  a.up = carver.take<float>(M * size(c.n_ff));
-  a.rope = carver.take<float>(M * size(c.rope_dims));
-  a.rope_pinned = carver.take<float>(M * size(c.rope_dims));
-  a.rope_epochs = carver.take<float>(M * kEpochs * size(c.rope_dims));
+  const std::size_t n_ff = size(std::max(c.n_ff, c.n_expert_used * c.n_ff_expert + c.n_ff_shared));
+  a.gate = carver.take<float>(M * n_ff);
+  a.up = carver.take<float>(M * n_ff);
+  a.expert_x = carver.take<float>(M * size(c.n_slots()) * size(c.n_embd));
+  a.routing.scores = carver.take<float>(M * size(c.n_expert));
+  a.routing.experts = carver.take<std::int32_t>(M * size(c.n_expert_used));
+  a.routing.weights = carver.take<float>(M * size(c.n_slots()));
+  a.routing.slots = carver.take<std::int32_t>(M * size(c.n_slots()));
+  a.routing.first = carver.take<std::int32_t>(c.n_expert > 0 ? size(c.n_expert) + 1 : 0);
+  for (std::size_t rope = 0; rope < c.ropes.size(); ++rope) {
+    a.angles[rope].own = carver.take<float>(M * size(c.rope_dims));
+    a.angles[rope].pinned = carver.take<float>(M * size(c.rope_dims));
+    a.angles[rope].epochs = carver.take<float>(M * kEpochs * size(c.rope_dims));
+  }
   a.offsets = carver.take<float>(M * size(c.n_head) * kEpochs);
   a.quantized = carver.take<std::byte>(ops.quantized_bytes(c, o.chunk));
   plan.activation_bytes = since();
@@ -89,10 +98,6 @@ std::size_t session_bytes(const Model& model, const SessionOptions& o) {
   return carve(unused, {}, model.config(), *model.parts().ops, o).nbytes;
 }
 
-std::int64_t trained_length(const Config& c) {
-  return static_cast<std::int64_t>(static_cast<double>(c.n_ctx_train) * c.rope_factor);
-}
-
 }  // namespace
 
 kv::Layout kv_layout(const Config& c, const SessionOptions& o) {
@@ -102,13 +107,14 @@ kv::Layout kv_layout(const Config& c, const SessionOptions& o) {
 SessionOptions resolve(const Model& model, const SessionOptions& options) {
   const Config& c = model.config();
   SessionOptions o = options;
-  const std::int64_t trained = trained_length(c);
+  const std::int64_t trained = c.n_ctx_limit;
   if (o.n_ctx == 0) o.n_ctx = std::min<std::int64_t>(4096, trained);
   if (o.n_ctx < 0 || o.n_ctx > trained) {
     throw InvalidArgument(
         "n_ctx is " + std::to_string(o.n_ctx) + "; expected 1 to " + std::to_string(trained) +
         ", the length that the model was trained for" +
-        (c.rope_factor > 1.0 ? " times its RoPE scaling" : "") + ", or leave it out for the default" +
+        (c.n_ctx_limit > c.n_ctx_train ? " times its RoPE scaling" : "") +
+        ", or leave it out for the default" +
         (o.n_ctx > trained ? ". Longer texts can slide through it: overflow=\"slide\"" : ""));
   }
   if (o.chunk < 1 || o.chunk > 65536) {
@@ -126,6 +132,12 @@ SessionOptions resolve(const Model& model, const SessionOptions& options) {
                           ", but every layer of this model has an attention window shorter than n_ctx = " +
                           std::to_string(o.n_ctx) +
                           " and forgets what lies before it: open the session with pinned=0");
+  }
+  if (const Ropes& ropes = model.parts().ropes; o.overflow == Overflow::Slide && ropes.regime(o.n_ctx) > 0) {
+    throw InvalidArgument("a text cannot slide through n_ctx = " + std::to_string(o.n_ctx) +
+                          ": the model turns its keys in another way when the text is longer than " +
+                          std::to_string(static_cast<std::int64_t>(c.ropes[0].original)) +
+                          " tokens. Open the session with an n_ctx up to that, or with overflow=\"error\"");
   }
   return o;
 }
@@ -154,7 +166,7 @@ SessionPlan plan_session(const Model& model, const SessionOptions& options) {
 std::int64_t largest_n_ctx(const Model& model, const SessionOptions& options, std::size_t memory) {
   SessionOptions o = options;
   o.n_ctx = 0;  // checked below
-  const std::int64_t trained = trained_length(model.config());
+  const std::int64_t trained = model.config().n_ctx_limit;
   const std::int64_t least = o.pinned + 1;
   const auto fits = [&](std::int64_t n_ctx) {
     SessionOptions tried = o;

@@ -1,9 +1,9 @@
 // Copies of a session: in memory, as bytes, and one head's rows for a look inside.
 //
 // A saved state is, in the machine's byte order (little-endian on every supported one): the header below, the
-// windows [n_layer] int32, the ids of the pinned and of the moving tokens, the logits if there are some, and
-// per layer and KV head the K rows, their scales, the V rows and their scales: those that the next query
-// sees, in ascending position.
+// windows [n_layer] int32, what RoPE turns by (frequencies_of) float64, the ids of the pinned and of the
+// moving tokens, the logits if there are some, and per layer and KV head the K rows, their scales, the V rows
+// and their scales: those that the next query sees, in ascending position.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -25,13 +25,13 @@ struct Header {
   std::uint32_t version;
   std::int32_t n_vocab, n_layer, n_head_kv, head_dim;
   std::int32_t k_format, v_format, slides, chunk;
-  std::int32_t has_logits;
+  std::int32_t has_logits, regime, rope_dims;
   std::int64_t n_ctx, pinned, position;
 };
-static_assert(sizeof(Header) == 72 && std::is_trivially_copyable_v<Header>);
+static_assert(sizeof(Header) == 80 && std::is_trivially_copyable_v<Header>);
 
 constexpr char kMagic[8] = {'r', 'i', 'n', 'g', 'l', 'm', 'K', 'V'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 // The first moving position that is saved. What never slides is saved whole, also when it is full and there
 // is no next query.
@@ -92,7 +92,7 @@ Header header_of(const Session::Impl& s) {
   h.n_vocab = c.n_vocab, h.n_layer = c.n_layer, h.n_head_kv = c.n_head_kv, h.head_dim = c.head_dim;
   h.k_format = static_cast<std::int32_t>(o.k_format), h.v_format = static_cast<std::int32_t>(o.v_format);
   h.slides = o.overflow == Overflow::Slide, h.chunk = o.chunk;
-  h.has_logits = s.has_logits;
+  h.has_logits = s.has_logits, h.regime = s.regime, h.rope_dims = c.rope_dims;
   h.n_ctx = o.n_ctx, h.pinned = o.pinned, h.position = s.position;
   return h;
 }
@@ -101,8 +101,21 @@ Header header_of(const Session::Impl& s) {
   throw FileFormatError("this is no saved session that fits the model: " + what);
 }
 
+// What the rows of a text depend on besides the weights: of each rope in the first regime, and how it grows.
+std::vector<double> frequencies_of(const Model& model) {
+  std::vector<double> all;
+  for (std::size_t rope = 0; rope < model.config().ropes.size(); ++rope) {
+    for (const std::int32_t regime : {0, model.parts().ropes.regime(model.config().n_ctx_limit)}) {
+      const RopeAngles& angles = model.parts().ropes.at(static_cast<std::int32_t>(rope), regime);
+      all.insert(all.end(), angles.frequencies.begin(), angles.frequencies.end());
+      all.push_back(angles.magnitude);
+    }
+  }
+  return all;
+}
+
 // The options that a header stands for.
-SessionOptions options_of(const Header& h, const Config& c) {
+SessionOptions options_of(const Header& h, const Config& c, std::int32_t last_regime) {
   if (std::memcmp(h.magic, kMagic, sizeof kMagic) != 0) refuse("it begins with other bytes");
   if (h.version != kVersion) {
     refuse("it has version " + std::to_string(h.version) + "; this ringlm reads " + std::to_string(kVersion));
@@ -116,6 +129,7 @@ SessionOptions options_of(const Header& h, const Config& c) {
   same("n_layer", h.n_layer, c.n_layer);
   same("n_head_kv", h.n_head_kv, c.n_head_kv);
   same("head_dim", h.head_dim, c.head_dim);
+  same("rope_dims", h.rope_dims, c.rope_dims);
   const auto within = [](const char* what, std::int64_t found, std::int64_t least, std::int64_t most) {
     if (found >= least && found <= most) return;
     refuse(std::string(what) + " is " + std::to_string(found));
@@ -126,6 +140,7 @@ SessionOptions options_of(const Header& h, const Config& c) {
   within("the mark for logits", h.has_logits, 0, 1);
   within("chunk", h.chunk, 1, h.n_ctx);
   within("position", h.position, 0, h.slides ? std::int64_t{1} << 60 : h.n_ctx);
+  within("the regime of its RoPE", h.regime, -1, last_regime);
   if (h.has_logits && h.position == 0) refuse("it has logits, but no tokens");
   return {.n_ctx = h.n_ctx,
           .chunk = h.chunk,
@@ -142,6 +157,8 @@ void Session::save(const Write& write) const {
   const Header h = header_of(*impl_);
   write(std::as_bytes(std::span(&h, 1)));
   write(std::as_bytes(std::span(impl_->model->config().windows)));
+  const std::vector<double> frequencies = frequencies_of(*impl_->model);
+  write(std::as_bytes(std::span(frequencies)));
   for_each_piece(*impl_, [&](std::span<const std::byte> piece) { write(piece); });
 }
 
@@ -152,11 +169,15 @@ std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const
   const Config& c = model->config();
   Header h;
   read(std::as_writable_bytes(std::span(&h, 1)));
-  SessionOptions o = options_of(h, c);
+  SessionOptions o = options_of(h, c, model->parts().ropes.regime(c.n_ctx_limit));
   o.poll = poll;
   std::vector<std::int32_t> windows(size(c.n_layer));
   read(std::as_writable_bytes(std::span(windows)));
   if (windows != c.windows) refuse("its attention windows are others");
+  const std::vector<double> ours = frequencies_of(*model);
+  std::vector<double> frequencies(ours.size());
+  read(std::as_writable_bytes(std::span(frequencies)));
+  if (frequencies != ours) refuse("its RoPE turns in another way");
   try {
     o = resolve(*model, o);
   } catch (const InvalidArgument& e) {
@@ -167,6 +188,7 @@ std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const
   Impl& s = *session->impl_;
   s.position = h.position;
   s.has_logits = h.has_logits != 0;
+  s.regime = h.regime;
   for (std::int32_t i = 0; i <= c.n_layer; ++i)
     s.memory.held_from[size(i)] = saved_from(o, s.ring(i), h.position);
   for_each_piece(s, [&](std::span<std::byte> piece) { read(piece); });
@@ -188,6 +210,7 @@ std::unique_ptr<Session> Session::fork() const {
   std::ranges::copy(s.memory.held_from, to.memory.held_from.begin());
   std::ranges::copy(s.memory.logits[s.current], to.memory.logits[to.current].begin());
   to.has_logits = s.has_logits;
+  to.regime = s.regime;
   to.position = s.position.load();
   return copy;
 }
@@ -202,6 +225,9 @@ KvRows Session::kv_rows(std::int32_t layer, std::int32_t head) const {
                           std::to_string(c.n_layer - 1) + " with heads 0 to " +
                           std::to_string(c.n_head_kv - 1));
   }
+  if (s.regime < 0) {
+    throw StateError("the rows are to be computed again, which was broken off: feed a token first");
+  }
   const kv::Cache& cache = s.memory.cache;
   const kv::Ring& ring = cache.ring(layer);
   const std::int64_t p = s.position, length = cache.layout().epoch();
@@ -213,7 +239,8 @@ KvRows Session::kv_rows(std::int32_t layer, std::int32_t head) const {
   rows.k.resize(rows.positions.size() * d);
   rows.v.resize(rows.positions.size() * d);
   const kv::Rows k = cache.k(layer, head), v = cache.v(layer, head);
-  const LayerWeights& w = s.model->parts().weights.layers[size(layer)];
+  const Model::Parts& parts = s.model->parts();
+  const LayerWeights& w = parts.weights.layers[size(layer)];
   std::vector<float> shift(d), table(size(c.rope_dims));
   for (std::size_t i = 0; i < rows.positions.size(); ++i) {
     const std::int64_t t = rows.positions[i];
@@ -224,7 +251,7 @@ KvRows Session::kv_rows(std::int32_t layer, std::int32_t head) const {
     if (k.format == KvFormat::Int8) kv::rotate_back(cache.rotation(), key);
     if (v.format == KvFormat::Int8) kv::rotate_back(cache.rotation(), value);
     if (centred(w, cache)) {
-      epoch_table(s.model->parts().rope_frequencies, t / length, length, table);
+      epoch_table(parts.ropes.at(c.rope_of[size(layer)], s.regime), t / length, length, table);
       centre(c, w, head, table, shift);
       for (std::size_t j = 0; j < d; ++j) key[j] += shift[j];
     }

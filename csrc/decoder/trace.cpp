@@ -51,6 +51,9 @@ void TimedOps::attend(const Config& c, const LayerWeights& w, std::int32_t layer
 void TimedOps::out_residual(const Config& c, const LayerWeights& w, const Step& s) {
   timed(kOutResidual, [&] { inner_.out_residual(c, w, s); });
 }
+void TimedOps::route(const Config& c, const LayerWeights& w, const Step& s) {
+  timed(kNormGateUp, [&] { inner_.route(c, w, s); });
+}
 void TimedOps::norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) {
   timed(kNormGateUp, [&] { inner_.norm_gate_up(c, w, s); });
 }
@@ -72,13 +75,14 @@ void Measurement::stop() {
   record_.allocations = trace_->allocations ? trace_->allocations() - record_.allocations : -1;
 }
 
-void Measurement::add_to(Trace& trace, bool prefill, const Weights& w, std::span<const Row> rows) const {
+void Measurement::add_to(Trace& trace, StepKind kind, const Config& c, const Weights& w,
+                         std::span<const Row> rows) const {
   if (!trace.on()) return;
   TraceRecord record = record_;
-  record.prefill = prefill;
+  record.kind = kind;
   record.position = rows.front().position;
   record.n_tokens = static_cast<std::int32_t>(rows.size());
-  record.operation_bytes = operation_weight_bytes(w, rows);
+  record.operation_bytes = operation_weight_bytes(c, w, rows);
   record.weight_bytes =
       std::accumulate(record.operation_bytes.begin(), record.operation_bytes.end(), std::size_t{0});
   record.kv_bytes = kv_bytes(rows);
@@ -86,7 +90,7 @@ void Measurement::add_to(Trace& trace, bool prefill, const Weights& w, std::span
   trace.add(record);
 }
 
-std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Weights& w,
+std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Config& c, const Weights& w,
                                                                    std::span<const Row> rows) {
   const auto of = [](const Matrix& m) { return m.data.size(); };
   const auto floats = [](const Vector& v) { return v.size() * sizeof(float); };
@@ -95,10 +99,22 @@ std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Weights
   for (const LayerWeights& l : w.layers) {
     bytes[kNormQkv] += of(l.q) + of(l.k) + of(l.v) + floats(l.attn_norm) + floats(l.q_bias) +
                        floats(l.k_bias) + floats(l.v_bias);
-    bytes[kOutResidual] += of(l.out) + floats(l.out_bias);
-    bytes[kNormGateUp] +=
-        of(l.gate) + of(l.up) + floats(l.ffn_norm) + floats(l.gate_bias) + floats(l.up_bias);
-    bytes[kDownResidual] += of(l.down) + floats(l.down_bias);
+    bytes[kRopeAppend] += floats(l.q_norm) + floats(l.k_norm);
+    bytes[kOutResidual] += of(l.out) + floats(l.out_bias) + floats(l.attn_post_norm);
+    bytes[kNormGateUp] += of(l.router) + floats(l.ffn_norm) + floats(l.shared_gate);
+    bytes[kDownResidual] += floats(l.ffn_post_norm);
+    // A step of many tokens may go to fewer experts than it could.
+    const std::size_t n_expert = static_cast<std::size_t>(c.n_expert);
+    const std::size_t used = std::min(n_expert, rows.size() * static_cast<std::size_t>(c.n_expert_used));
+    std::size_t i = 0;
+    l.for_each_network([&](const FeedForward& n) {
+      const bool routed = !l.experts.empty() && i < n_expert;
+      if (!routed || i < used) {  // those of one size: any will do
+        bytes[kNormGateUp] += of(n.gate) + of(n.up) + floats(n.gate_bias) + floats(n.up_bias);
+        bytes[kDownResidual] += of(n.down) + floats(n.down_bias);
+      }
+      ++i;
+    });
   }
   const bool head = std::any_of(rows.begin(), rows.end(), [](const Row& r) { return r.logits != nullptr; });
   if (head) bytes[kNormHead] = floats(w.output_norm) + of(w.head);

@@ -52,6 +52,7 @@ class TimedOps final : public Ops {
   void rope_append(const Config&, const LayerWeights&, std::int32_t layer, const Step&) override;
   void attend(const Config&, const LayerWeights&, std::int32_t layer, const Step&) override;
   void out_residual(const Config&, const LayerWeights&, const Step&) override;
+  void route(const Config&, const LayerWeights&, const Step&) override;
   void norm_gate_up(const Config&, const LayerWeights&, const Step&) override;
   void down_residual(const Config&, const LayerWeights&, const Step&) override;
   void norm_head(const Config&, const Weights&, const Step&) override;
@@ -75,7 +76,8 @@ class Measurement {
 
   void stop();
   // One session's record of the step. rows: its own; weights are read once for all.
-  void add_to(Trace& trace, bool prefill, const Weights& w, std::span<const Row> rows) const;
+  void add_to(Trace& trace, StepKind kind, const Config& c, const Weights& w,
+              std::span<const Row> rows) const;
 
  private:
   const Trace* trace_;
@@ -83,9 +85,9 @@ class Measurement {
   std::chrono::steady_clock::time_point began_;
 };
 
-// Bytes of the weights that each operation of a step over these rows has to read, every matrix once, and of
-// the K/V rows that their queries see.
-std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Weights& w,
+// Bytes of the weights that each operation of a step over these rows has to read, every matrix once (of
+// experts as many as the rows can go to), and of the K/V rows that their queries see.
+std::array<std::size_t, kOperations.size()> operation_weight_bytes(const Config& c, const Weights& w,
                                                                    std::span<const Row> rows);
 std::size_t kv_bytes(std::span<const Row> rows);
 

@@ -74,6 +74,14 @@ class Config:
     @property
     def rope_factor(self) -> float: ...
     @property
+    def rope_scaling(self) -> str: ...  # none, linear, ntk, dynamic, yarn, llama3, longrope
+    @property
+    def n_ctx_limit(self) -> int: ...  # n_ctx_train with RoPE's scaling
+    @property
+    def n_expert(self) -> int: ...
+    @property
+    def n_expert_used(self) -> int: ...
+    @property
     def norm_eps(self) -> float: ...
     @property
     def group(self) -> int: ...
@@ -87,6 +95,7 @@ class Model:
         n_threads: int = 0,
         backend: str = "cpu",
         window: Sequence[int] = (),  # (): as the file says; one: of all layers; or one per layer; 0: none
+        rope: dict[str, Any] | None = None,  # ringlm.rope.rope_options
         repack: bool = True,
     ) -> None: ...
     @property

@@ -458,7 +458,7 @@ def _check_fits(model: Model, plan: _Plan) -> None:
         return
     most = max(plan.n_prefill, plan.n_decode)
     needed = max(plan.depths) + most
-    trained = int(model.config.n_ctx_train * model.config.rope_factor)
+    trained = model.config.n_ctx_limit
     limit = min(plan.session["n_ctx"] or trained, trained)
     if needed <= limit:
         return

@@ -30,10 +30,15 @@ class ByteLevelBPE:
     """
 
     def __init__(self, vocab: Vocab, ids: dict[str, int], rules: PreTokenizer) -> None:
+        from tokenizers import normalizers
+
         self._vocab = vocab
         self._bytes = byte_characters()
         self._user_defined = TokenMatcher({vocab.tokens[i]: i for i in vocab.of_type(TokenType.USER_DEFINED)})
-        self._tokenizer = _build(vocab, ids, rules)
+        self._tokenizer = build_bpe(vocab, ids, ignore_merges=rules.ignore_merges)
+        if rules.nfc:
+            self._tokenizer.normalizer = normalizers.NFC()
+        self._tokenizer.pre_tokenizer = build_splitter(rules)
 
     def encode(self, text: str) -> list[int]:
         """Ids of one run of text between control tokens."""
@@ -53,8 +58,12 @@ class ByteLevelBPE:
         return b"".join([self._bytes.get(c) or c.encode("utf-8", "surrogateescape") for c in text])
 
 
-def _build(vocab: Vocab, ids: dict[str, int], rules: PreTokenizer) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, models, normalizers
+def build_bpe(vocab: Vocab, ids: dict[str, int], **options: bool) -> tokenizers.Tokenizer:
+    """Merges of a vocabulary, ready to run; ``options`` are those of ``tokenizers.models.BPE``.
+
+    Raises FileFormatError for merges that are not two tokens whose concatenation is a token.
+    """
+    from tokenizers import Tokenizer, models
 
     # Merges (or a whole word, with ignore_merges) must never give a control token: take them all out.
     ids, hidden = dict(ids), set()
@@ -63,18 +72,13 @@ def _build(vocab: Vocab, ids: dict[str, int], rules: PreTokenizer) -> tokenizers
         if ids.get(text) == i:
             del ids[text]
             hidden.add(text)
-    options = {"ignore_merges": rules.ignore_merges}
     try:
         pairs = [tuple(line.split(" ")) for line in vocab.merges]
         model = models.BPE(vocab=ids, merges=pairs, **options)  # type: ignore[arg-type]
     except Exception:  # tokenizers has no narrower type; look closer at what it refuses
         ids = {text: i for text, i in ids.items() if not LONE_SURROGATE.search(text)}  # no text has these
         model = models.BPE(vocab=ids, merges=_checked_merges(vocab.merges, ids, hidden), **options)
-    tokenizer = Tokenizer(model)
-    if rules.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = build_splitter(rules)
-    return tokenizer
+    return Tokenizer(model)
 
 
 def _checked_merges(lines: list[str], ids: dict[str, int], hidden: set[str]) -> list[tuple[str, str]]:

@@ -27,10 +27,8 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     file = core.GGUF(os.fspath(path))
     arch = _text(file, "general.architecture")
-    reason, kv_bytes = _opened(path)
-    shape = _shape(file, arch)
-    if kv_bytes is not None:
-        shape["kv_bytes"] = kv_bytes
+    reason, opened = _opened(path)
+    shape = _shape(file, arch) | opened
     record = {
         "path": os.fspath(path),
         "file_bytes": file.file_bytes,
@@ -64,16 +62,28 @@ def _number(file: Any, key: str) -> Any:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _opened(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, int] | None]:
-    """Why the model cannot be run, or None; else the bytes of a default session's cache by storage type."""
+def _opened(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
+    """Why the model cannot be run, or None; and what only the opened model knows: the bytes of a default
+    session's cache by storage type, its n_ctx, and the RoPE that tensors belong to."""
     import ringlm._core as core
 
     try:
         model = core.Model(os.fspath(path), 1, "cpu", repack=False)
     except Error as e:
-        return str(e), None
+        return str(e), {}
     try:
-        return None, {name: core.plan(model, kv_k=name, kv_v=name)["kv_nbytes"] for name in _KV_ROW}
+        c = model.config
+        return None, {
+            "n_ctx_default": min(4096, c.n_ctx_limit),
+            "kv_bytes": {name: core.plan(model, kv_k=name, kv_v=name)["kv_nbytes"] for name in _KV_ROW},
+            "rope": {
+                "base": c.rope_base,
+                "dims": c.rope_dims,
+                "scaling": c.rope_scaling,
+                "factor": None if c.rope_scaling == "none" else c.rope_factor,
+                "frequency_factors": any(t.name == "rope_freqs.weight" for t in core.GGUF(path).tensors()),
+            },
+        }
     finally:
         model.close()
 

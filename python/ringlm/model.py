@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ringlm.cache import cache_options
 from ringlm.errors import InvalidArgument, StateError
+from ringlm.rope import rope_options
 from ringlm.sampling import Sampling
 from ringlm.session import Session
 
@@ -34,6 +35,10 @@ class Model:
     of a part that has big ones, within the CPU quota. ``window`` is for files that do not say that their
     layers see only the last tokens: how many, in all layers, or a sequence with an entry for each layer, in
     which 0 or None is no window. ``n_ctx`` is that of the sessions that completions open.
+    ``rope`` replaces the file's RoPE scaling, with the names of a Hugging Face config: ``rope_type`` (none,
+    linear, ntk, dynamic, yarn, llama3 or longrope), ``factor``, ``rope_theta``,
+    ``original_max_position_embeddings`` and what else the type has (docs/models.md); what is left out stays
+    the file's. Layers that have a base of their own for their window keep it.
     ``repack`` False leaves the weights in the mapped file instead of copying them in the order in which the
     CPU reads them: opening takes no time and no memory of its own, and every step is slower.
 
@@ -49,6 +54,7 @@ class Model:
         backend: str = "cpu",
         n_ctx: int | None = None,
         window: int | Sequence[int | None] | None = None,
+        rope: Mapping[str, Any] | None = None,
         repack: bool = True,
     ) -> None:
         if n_threads is not None and (not isinstance(n_threads, int) or not 1 <= n_threads < 2**31):
@@ -59,7 +65,9 @@ class Model:
 
         self.path = Path(path)
         #: The native model.
-        self.core = core.Model(self.path, n_threads or 0, backend, _windows(window), repack)
+        self.core = core.Model(
+            self.path, n_threads or 0, backend, _windows(window), rope_options(rope), repack
+        )
         self._config = self.core.config  # sessions outlive close()
         #: n_ctx of the sessions that completions open by themselves.
         self.completion_n_ctx = n_ctx

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from ringlm.model import Model
     from ringlm.session import Session
 
-__all__ = ["Perplexity", "negative_log_likelihoods", "perplexity"]
+__all__ = [
+    "Perplexity",
+    "begin_with_bos",
+    "logits_to_score",
+    "mean_and_error",
+    "negative_log_likelihoods",
+    "perplexity",
+    "tokens_to_score",
+]
 
 _LOGITS = 1 << 22  # at most so many are held at a time: 16 MiB
 
@@ -61,20 +69,8 @@ def perplexity(
     ``progress(done, total, perplexity so far)`` is called after each window, or after so many tokens of a
     stream. Raises InvalidArgument if there is not one whole window, NumericError.
     """
-    if n_ctx < 3:
-        raise InvalidArgument(f"n_ctx is {n_ctx}; a window of fewer than 3 tokens has none to score")
-    tokenizer = model.tokenizer
-    ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+    ids = tokens_to_score(model, text, n_ctx)
     windows = len(ids) // n_ctx
-    if windows == 0:
-        raise InvalidArgument(
-            f"the text has {len(ids)} tokens and one window takes {n_ctx}: "
-            + (
-                f"give a longer text, or a context of at most {len(ids)}"
-                if len(ids) >= 3
-                else "give a longer text"
-            )
-        )
     stream = overflow == "slide"
     texts = [ids] if stream else [ids[w * n_ctx : (w + 1) * n_ctx] for w in range(windows)]
     total = -(-len(ids) // n_ctx) if stream else windows
@@ -82,8 +78,7 @@ def perplexity(
     scores: list[npt.NDArray[np.float64]] = []
     with model.session(n_ctx, kv, min(chunk, n_ctx), pinned=pinned, overflow=overflow) as session:
         for w, window in enumerate(texts):
-            if tokenizer.add_bos and tokenizer.bos_id is not None:
-                window[0] = tokenizer.bos_id
+            begin_with_bos(model, window)
             if w:
                 session.rewind(session.position)
             told, ends = w, total if stream else w + 1
@@ -93,14 +88,47 @@ def perplexity(
                 done = ends if at == len(window) - 1 else w + at // n_ctx
                 if progress is not None and done > told:
                     told = done
-                    progress(done, total, _mean_and_error(scores)[0])
-    value, error = _mean_and_error(scores)
+                    progress(done, total, mean_and_error(scores)[0])
+    value, error = mean_and_error(scores)
     return Perplexity(value, error, sum(map(len, scores)), len(texts), n_ctx, time.perf_counter() - began)
 
 
+def tokens_to_score(model: Model, text: str | Sequence[int], n_ctx: int) -> list[int]:
+    """Ids of the text. Raises InvalidArgument if they do not fill a window of ``n_ctx``."""
+    if n_ctx < 3:
+        raise InvalidArgument(f"n_ctx is {n_ctx}; a window of fewer than 3 tokens has none to score")
+    ids = model.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    if len(ids) < n_ctx:
+        raise InvalidArgument(
+            f"the text has {len(ids)} tokens and one window takes {n_ctx}: "
+            + (
+                f"give a longer text, or a context of at most {len(ids)}"
+                if len(ids) >= 3
+                else "give a longer text"
+            )
+        )
+    return ids
+
+
+def begin_with_bos(model: Model, window: list[int]) -> None:
+    """Puts BOS in the place of a window's first token where the model adds it."""
+    tokenizer = model.tokenizer
+    if tokenizer.add_bos and tokenizer.bos_id is not None:
+        window[0] = tokenizer.bos_id
+
+
 def _scored(session: Session, ids: Sequence[int], first: int) -> Iterator[npt.NDArray[np.float64]]:
-    """Feeds ``ids``, but for the last, to an empty session, and yields how badly those behind position
-    ``first`` are predicted, some at a time."""
+    """How badly the tokens behind position ``first`` are predicted, some at a time."""
+    for logits, tokens in logits_to_score(session, ids, first):
+        yield negative_log_likelihoods(logits, tokens)
+
+
+def logits_to_score(
+    session: Session, ids: Sequence[int], first: int
+) -> Iterator[tuple[npt.NDArray[np.float32], Sequence[int]]]:
+    """Feeds ``ids``, but for the last, to an empty session, and yields the logits ``[n, n_vocab]`` of
+    position ``first`` and later ones, some at a time, with the ``n`` tokens that they predict. The array is
+    used again for the next ones."""
     import numpy as np
 
     n_vocab, last = session.model.n_vocab, len(ids) - 1
@@ -110,7 +138,7 @@ def _scored(session: Session, ids: Sequence[int], first: int) -> Iterator[npt.ND
     for at in range(first, last, rows):
         end = min(at + rows, last)
         logits = session.prefill(ids[at:end], out=buffer[: end - at], all_logits=True)
-        yield negative_log_likelihoods(logits, ids[at + 1 : end + 1])
+        yield logits, ids[at + 1 : end + 1]
 
 
 def negative_log_likelihoods(
@@ -126,7 +154,7 @@ def negative_log_likelihoods(
     return result
 
 
-def _mean_and_error(scores: list[Any]) -> tuple[float, float]:
+def mean_and_error(scores: list[Any]) -> tuple[float, float]:
     """Perplexity and its standard error: d exp(m) = exp(m) dm, with the standard error of the mean for dm."""
     import numpy as np
 

@@ -129,7 +129,7 @@ def plan(
         n_head=config.n_head,
         n_head_kv=config.n_head_kv,
         head_dim=config.head_dim,
-        n_ctx_limit=int(config.n_ctx_train * config.rope_factor),
+        n_ctx_limit=config.n_ctx_limit,
         n_ctx=found["n_ctx"],
         pinned=found["pinned"],
         chunk=found["chunk"],

@@ -12,11 +12,9 @@ import re
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from ringlm.errors import InvalidArgument
+from ringlm.spm_vocab import SPACE, Fallback, escape, token_bytes
 from ringlm.token_matcher import TokenMatcher
 from ringlm.vocab import TokenType, Vocab
-
-SPACE = "\u2581"  # stands for U+0020 in pieces
 
 _CACHED_WORD = 32  # characters; longer words seldom come again
 _CACHED_WORDS = 1 << 16
@@ -33,13 +31,7 @@ class SentencePieceBPE:
         for i in vocab.of_type(TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE):
             self._costs[i] = None
         self._unused = frozenset(vocab.of_type(TokenType.UNUSED))
-        self._bytes = {
-            int(match[1], 16): i
-            for i in vocab.of_type(TokenType.BYTE)
-            if (match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", vocab.tokens[i]))
-        }
-        unknown = vocab.of_type(TokenType.UNKNOWN)
-        self._unk_id = vocab.special.get("unknown", unknown[0] if unknown else None)
+        self._fallback = Fallback(vocab)
         user = {escape(vocab.tokens[i]): i for i in vocab.of_type(TokenType.USER_DEFINED)}
         self._user_defined = TokenMatcher(user)
         self._word_start = _word_start(vocab.tokens)
@@ -59,17 +51,10 @@ class SentencePieceBPE:
             else:
                 for word in self._word_start.split(part):
                     ids += self._encode_word(word)
-        if len(self._bytes) < 256:  # SentencePiece gives one unknown token for a run of unknown characters
-            unk = self._unk_id
-            ids = [t for k, t in enumerate(ids) if t != unk or k == 0 or ids[k - 1] != unk]
-        return ids
+        return self._fallback.one_unknown(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token stands for: one byte for a byte token, else its text with spaces restored."""
-        text = self._vocab.tokens[token]
-        if self._vocab.types[token] == TokenType.BYTE and (m := re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)):
-            return bytes([int(m[1], 16)])
-        return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+        return token_bytes(self._vocab, token)
 
     def _encode_word(self, word: str) -> list[int]:
         ids = self._cache.get(word)
@@ -85,15 +70,7 @@ class SentencePieceBPE:
         token = self._ids.get(piece)
         if token is not None and self._costs[token] is not None:
             return [token]
-        raw = piece.encode("utf-8")
-        if all(byte in self._bytes for byte in raw):
-            return [self._bytes[byte] for byte in raw]
-        if self._unk_id is None:
-            raise InvalidArgument(
-                f"the character {piece!r} is not in the vocabulary, which has neither byte tokens nor an "
-                "unknown token; remove it from the text"
-            )
-        return [self._unk_id]
+        return self._fallback.ids(piece)
 
     def _merge(self, word: str) -> list[str]:
         """Pieces of a word. A doubly linked list of symbols and a heap: O(n log n)."""
@@ -130,11 +107,6 @@ class SentencePieceBPE:
                     heappush(heap, (cost, left_of, text))
         pieces = [s for s in symbols if s]
         return list(_without_unused(pieces, parts)) if parts else pieces
-
-
-def escape(text: str) -> str:
-    """Text as pieces spell it: U+2581 for a space."""
-    return text.replace(" ", SPACE)
 
 
 def _word_start(tokens: list[str]) -> re.Pattern[str]:

@@ -243,7 +243,7 @@ class Session:
         """Raises ContextOverflow if a prompt of ``n`` tokens is more than the context."""
         if n <= self.n_ctx:
             return
-        trained = int(self.model.config.n_ctx_train * self.model.config.rope_factor)
+        trained = self.model.config.n_ctx_limit
         fits = f"open the session with n_ctx={n} or more"
         raise ContextOverflow(
             f"the prompt has {n} tokens and the context {self.n_ctx}; shorten it"

@@ -15,17 +15,14 @@ write a session of his own making, so the core checks every length and id in the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import stat
 import struct
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from ringlm._replace import replacing
 from ringlm.errors import FileFormatError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -51,7 +48,7 @@ def save_session(session: Session, path: str | os.PathLike[str]) -> None:
     """
     identity = model_identity(session.model)
     state, length = hashlib.sha256(), 0
-    with _replacing(os.fsdecode(path)) as file:
+    with replacing(os.fsdecode(path), private=True) as file:
 
         def write(piece: bytes) -> None:
             nonlocal length
@@ -171,55 +168,3 @@ def _sha256(file: IO[bytes], n: int) -> bytes:
         digest.update(piece)
         n -= len(piece)
     return digest.digest()
-
-
-@contextmanager
-def _replacing(name: str) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``name`` when the block ends, or goes away when it raises."""
-    temporary = None
-    try:
-        target = os.path.realpath(name)  # a link stays a link
-        mode = _mode_of(target)
-        folder = os.path.dirname(target)
-        descriptor, temporary = tempfile.mkstemp(prefix=".ringlm-", suffix=".tmp", dir=folder)
-        with open(descriptor, "wb") as file:
-            yield file
-            if mode is not None:
-                with suppress(OSError):
-                    os.fchmod(descriptor, mode)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, target)
-        temporary = None
-        _flush_folder(folder)
-    except OSError as e:
-        if e.errno is None:  # raised by hand, not by the system
-            raise
-        raise OSError(e.errno, e.strerror, name) from None
-    finally:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
-
-
-def _mode_of(target: str) -> int | None:
-    """Permissions of the file that will be replaced, if there is one. Raises OSError if it is no file."""
-    try:
-        mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a regular file")
-    return stat.S_IMODE(mode)
-
-
-def _flush_folder(folder: str) -> None:
-    """The renaming itself survives a power cut too, where the file system can promise it."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -11,15 +11,16 @@ from typing import Any
 from ringlm.detokenizer import TokenStream
 from ringlm.errors import FileFormatError, InvalidArgument
 from ringlm.token_matcher import TokenMatcher
-from ringlm.vocab import LONE_SURROGATE, Metadata, TokenType, load_vocab
+from ringlm.vocab import LONE_SURROGATE, Metadata, TokenType, Vocab, load_vocab
 
 
 class Tokenizer:
     """Opens the vocabulary of any GGUF file, also of one without tensors.
 
     ``Tokenizer(path)`` or ``Tokenizer(file)`` with an open ``ringlm._core.GGUF``. Supported are
-    byte-level BPE (``tokenizer.ggml.model = "gpt2"``, see ``ringlm.pretokenizers``) and SentencePiece
-    BPE (``"llama"``). Immutable, may be shared by threads.
+    byte-level BPE (``tokenizer.ggml.model = "gpt2"``, see ``ringlm.pretokenizers``), SentencePiece BPE
+    (``"llama"``), SentencePiece Unigram (``"t5"``) and BPE over characters (``"gemma4"``). Immutable, may
+    be shared by threads.
 
     Raises UnsupportedModelError for other kinds, FileFormatError for contradicting metadata.
 
@@ -34,22 +35,21 @@ class Tokenizer:
         self._ids = vocab.ids_by_text()
         self._model: Any
         self._escape: Callable[[str], str] = str
-        bos_default = False
-        if vocab.model == "llama":
-            from ringlm.sentencepiece_bpe import SentencePieceBPE, escape
-
-            self._escape = escape
-            self._model = SentencePieceBPE(vocab, self._ids)
-            bos_default = True
-        else:
+        bos_default, eos_default = vocab.model == "llama", vocab.model == "t5"
+        if vocab.model == "gpt2":
             from ringlm.byte_level_bpe import ByteLevelBPE
             from ringlm.pretokenizers import find_pre_tokenizer
 
             rules = find_pre_tokenizer(vocab.pre)
             self._model = ByteLevelBPE(vocab, self._ids, rules)
             bos_default = rules.add_bos
+        else:
+            from ringlm.spm_vocab import escape
+
+            self._escape = escape
+            self._model = _character_model(vocab, self._ids)
         self._add_bos = self._wants("bos", vocab.add_bos, bos_default)
-        self._add_eos = self._wants("eos", vocab.add_eos, False)
+        self._add_eos = self._wants("eos", vocab.add_eos, eos_default)
 
     # -- text to ids --
 
@@ -62,8 +62,8 @@ class Tokenizer:
 
         SentencePiece vocabularies with ``add_space_prefix`` put a space before the text and, as each
         run is a text of its own, before the text that follows a control token. Lone surrogates are
-        encoded as U+FFFD. Text is not normalized otherwise, but for the models that were trained with NFC
-        (qwen2).
+        encoded as U+FFFD. Text is not normalized otherwise, but for the models that were trained with it: NFC
+        (qwen2, qwen35, olmo…) and the rules that a Unigram vocabulary brings along.
 
         Raises InvalidArgument for a character that the vocabulary cannot express at all.
         """
@@ -127,7 +127,7 @@ class Tokenizer:
 
     @property
     def model(self) -> str:
-        """``"gpt2"`` (byte-level BPE) or ``"llama"`` (SentencePiece BPE)."""
+        """``tokenizer.ggml.model``: ``"gpt2"``, ``"llama"``, ``"t5"`` or ``"gemma4"``."""
         return self._vocab.model
 
     @property
@@ -171,18 +171,18 @@ class Tokenizer:
     @property
     def add_bos(self) -> bool:
         """Whether ``encode`` puts BOS before a text. Where the file does not say: yes for SentencePiece
-        and llama-bpe, no otherwise."""
+        BPE, llama-bpe and tekken, no otherwise."""
         return self._add_bos
 
     @property
     def add_eos(self) -> bool:
-        """Whether ``encode`` puts EOS behind a text. No, where the file does not say."""
+        """Whether ``encode`` puts EOS behind a text. Where the file does not say: for Unigram only."""
         return self._add_eos
 
     @property
     def add_space_prefix(self) -> bool:
-        """Whether ``encode`` puts a space before a text (SentencePiece only, where the
-        default is yes)."""
+        """Whether ``encode`` puts a space before a text (SentencePiece only; where the
+        file does not say, BPE only)."""
         return self._vocab.add_space_prefix
 
     def __repr__(self) -> str:
@@ -208,6 +208,20 @@ class Tokenizer:
                 f"tokenizer.ggml.add_{name}_token is true, but tokenizer.ggml.{name}_token_id is missing"
             )
         return known and (default if said is None else said)
+
+
+def _character_model(vocab: Vocab, ids: dict[str, int]) -> Any:
+    if vocab.model == "llama":
+        from ringlm.sentencepiece_bpe import SentencePieceBPE
+
+        return SentencePieceBPE(vocab, ids)
+    if vocab.model == "t5":
+        from ringlm.unigram import Unigram
+
+        return Unigram(vocab, ids)
+    from ringlm.raw_bpe import RawBPE
+
+    return RawBPE(vocab, ids)
 
 
 def _open(path: str | os.PathLike[str]) -> Metadata:

@@ -19,7 +19,8 @@ __all__ = ["Trace", "TraceRecord"]
 class TraceRecord:
     """One step: a decoded token or one chunk of a prefill."""
 
-    #: ``"prefill"`` or ``"decode"``.
+    #: ``"prefill"``, ``"decode"``, or ``"rebuild"``: a chunk of tokens that were fed before, computed again
+    #: since the text has come to a length at which the model's RoPE turns keys in another way.
     kind: str
     #: Of the step's first token.
     position: int

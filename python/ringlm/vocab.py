@@ -10,15 +10,16 @@ from typing import Any, Protocol
 
 from ringlm.errors import FileFormatError, UnsupportedModelError
 
-MODELS = ("gpt2", "llama")
+MODELS = ("gpt2", "llama", "t5", "gemma4")
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Texts of tokens that end a turn, most specific first. A base model has the last ones only.
-_END_OF_TURN = (
+END_OF_TURN = (
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<EOT>",
@@ -27,13 +28,14 @@ _END_OF_TURN = (
     "<｜end▁of▁sentence｜>",  # noqa: RUF001
     "<end_of_utterance>",
 )
-_END_OF_MESSAGE = ("<|eom_id|>",)
-# Generation stops there too: tool calls and final answers (harmony), file borders (fill in the middle).
+END_OF_MESSAGE = ("<|eom_id|>",)
+# Generation stops there too: tool calls (harmony, Gemma 4), final answers, file borders (fill in the middle).
 _END_OTHERS = (
     "<|return|>",
     "<|call|>",
     "<|flush|>",
     "<|calls|>",
+    "<|tool_response>",
     "[EOS]",
     "<|fim_pad|>",
     "<fim-pad>",
@@ -72,13 +74,15 @@ class Metadata(Protocol):
 class Vocab:
     """Tokens and rules of one vocabulary. Ids are indices into ``tokens`` and ``types``."""
 
-    model: str  # "gpt2" or "llama"
+    model: str  # one of MODELS
     pre: str | None
     tokens: list[str]  # bytes that are not UTF-8 are lone surrogates (surrogateescape)
     types: bytes  # TokenType of each id
-    scores: list[float]  # "llama" only, else empty
-    merges: list[str]  # "gpt2" only, else empty
+    scores: list[float]  # of "llama" and "t5", else empty
+    merges: list[str]  # of "gpt2" and "gemma4", else empty
     add_space_prefix: bool
+    remove_extra_whitespaces: bool  # "t5"
+    charsmap: bytes  # "t5": SentencePiece's precompiled normalization, empty for none
     add_bos: bool | None  # None: the file does not say
     add_eos: bool | None
     special: dict[str, int] = field(default_factory=dict)  # "bos" -> id, ...
@@ -116,8 +120,8 @@ def load_vocab(file: Metadata) -> Vocab:
         )
     if model not in MODELS:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' (byte-level BPE) and "
-            "'llama' (SentencePiece BPE)"
+            f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' (byte-level BPE), "
+            "'llama' (SentencePiece BPE), 't5' (SentencePiece Unigram) and 'gemma4' (BPE over characters)"
         )
     tokens = _strings(file, "tokenizer.ggml.tokens")
     if not tokens:
@@ -126,10 +130,16 @@ def load_vocab(file: Metadata) -> Vocab:
     types = _types(file, model, tokens, special)
     scores: list[float] = []
     merges: list[str] = []
-    if model == "llama":
-        scores = _scores(file, len(tokens))
-    else:
+    charsmap = b""
+    if model in ("gpt2", "gemma4"):
         merges = _strings(file, "tokenizer.ggml.merges")
+    else:
+        scores = _scores(file, len(tokens))
+    if model == "t5":
+        charsmap = _bytes(file, "tokenizer.ggml.precompiled_charsmap")
+    # Where the file does not say, as llama.cpp does: a prefix for "llama" only.
+    prefix = _typed(file, "tokenizer.ggml.add_space_prefix", bool, model == "llama")
+    extra = _typed(file, "tokenizer.ggml.remove_extra_whitespaces", bool, False)
     eog_ids = _find_ends(tokens, types, special)
     return Vocab(
         model=model,
@@ -138,7 +148,9 @@ def load_vocab(file: Metadata) -> Vocab:
         types=types,
         scores=scores,
         merges=merges,
-        add_space_prefix=model == "llama" and _typed(file, "tokenizer.ggml.add_space_prefix", bool, True),
+        add_space_prefix=prefix and model in ("llama", "t5"),
+        remove_extra_whitespaces=extra and model == "t5",
+        charsmap=charsmap,
         add_bos=_typed(file, "tokenizer.ggml.add_bos_token", bool, None),
         add_eos=_typed(file, "tokenizer.ggml.add_eos_token", bool, None),
         special=special,
@@ -165,8 +177,8 @@ def _strings(file: Metadata, key: str) -> list[str]:
     return value
 
 
-def _numbers(file: Metadata, key: str, n: int) -> Any:
-    """A numeric array of n elements as numpy array, None when the key is missing."""
+def _numbers(file: Metadata, key: str, n: int | None = None) -> Any:
+    """A numeric array (of n elements) as numpy array, None when the key is missing."""
     value = file.get(key)
     if value is None:
         return None
@@ -175,15 +187,26 @@ def _numbers(file: Metadata, key: str, n: int) -> Any:
     array = np.asarray(value)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise FileFormatError(f"{key} is no array of numbers")
-    if len(array) != n:
+    if n is not None and len(array) != n:
         raise FileFormatError(f"{key} has {len(array)} elements, tokenizer.ggml.tokens has {n}")
     return array
+
+
+def _bytes(file: Metadata, key: str) -> bytes:
+    array = _numbers(file, key)
+    if array is None or not len(array):
+        return b""
+    if array.dtype.kind == "f" or not (array.min() >= -128 and array.max() <= 255):
+        raise FileFormatError(f"{key} holds {array.dtype} numbers that are no bytes; expected uint8")
+    return bytes(array.astype("uint8").tobytes())  # int8 files hold the same bytes
 
 
 def _scores(file: Metadata, n: int) -> list[float]:
     array = _numbers(file, "tokenizer.ggml.scores", n)
     if array is None:
-        raise FileFormatError("tokenizer.ggml.scores is missing; a 'llama' vocabulary merges by score")
+        raise FileFormatError(
+            "tokenizer.ggml.scores is missing; 'llama' and 't5' vocabularies choose by score"
+        )
     scores: list[float] = array.tolist()
     if not (array == array).all():
         raise FileFormatError("tokenizer.ggml.scores contains NaN; merges need an order")
@@ -198,7 +221,7 @@ def _types(file: Metadata, model: str, tokens: list[str], special: dict[str, int
         return bytes(array.astype("uint8").tobytes())
     # Files from before the key existed: the special ids and the byte tokens are known all the same.
     types = bytearray([TokenType.NORMAL]) * len(tokens)
-    if model == "llama":
+    if model != "gpt2":
         for i, text in enumerate(tokens):
             if re.fullmatch("<0x[0-9A-F]{2}>", text):
                 types[i] = TokenType.BYTE
@@ -226,7 +249,7 @@ def _find_ends(tokens: list[str], types: bytes, special: dict[str, int]) -> froz
     for i in _ids_of_type(types, TokenType.CONTROL, TokenType.USER_DEFINED):
         if types[i] == TokenType.CONTROL or tokens[i] not in _END_IF_CONTROL:
             ids.setdefault(tokens[i], i)
-    for name, texts in (("eot", _END_OF_TURN), ("eom", _END_OF_MESSAGE)):
+    for name, texts in (("eot", END_OF_TURN), ("eom", END_OF_MESSAGE)):
         known = [ids[text] for text in texts if text in ids]
         if known:
             special.setdefault(name, known[0])
@@ -241,4 +264,4 @@ def _find_ends(tokens: list[str], types: bytes, special: dict[str, int]) -> froz
 
 
 def _all_ends() -> Sequence[str]:
-    return (*_END_OF_TURN, *_END_OF_MESSAGE, *_END_OTHERS, *_END_IF_CONTROL)
+    return (*END_OF_TURN, *END_OF_MESSAGE, *_END_OTHERS, *_END_IF_CONTROL)

@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -18,17 +19,25 @@ namespace {
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-std::vector<float> random_floats(std::size_t n, std::uint64_t seed, float scale = 1.0f) {
+inline std::vector<float> random_floats(std::size_t n, std::uint64_t seed, float scale = 1.0f) {
   tiny::Random random(seed);
   std::vector<float> x(n);
   for (float& v : x) v = scale * random();
   return x;
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// By the definition of binary16.
+inline double half_value(std::uint16_t h) {
+  const int exponent = (h >> 10) & 31, fraction = h & 1023;
+  const double sign = h & 0x8000 ? -1.0 : 1.0;
+  if (exponent == 31) return fraction ? std::nan("") : sign * HUGE_VAL;
+  return sign * (exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24));
 }
 
 template <class F>

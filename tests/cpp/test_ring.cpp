@@ -118,6 +118,9 @@ class FaultyOps final : public Ops {
   void out_residual(const Config& c, const LayerWeights& w, const Step& s) override {
     before_(), inner_->out_residual(c, w, s);
   }
+  void route(const Config& c, const LayerWeights& w, const Step& s) override {
+    before_(), inner_->route(c, w, s);
+  }
   void norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) override {
     before_(), inner_->norm_gate_up(c, w, s);
   }
@@ -299,7 +302,7 @@ TEST_CASE("nothing is allocated in an endless text") {
   const std::vector<TraceRecord> trace = s.take_trace();
   CHECK(trace.size() == 8);
   for (std::size_t i = 0; i < trace.size(); ++i) {
-    CHECK(!trace[i].prefill);
+    CHECK(trace[i].kind == StepKind::Decode);
     CHECK(trace[i].position == s.position() - 8 + static_cast<std::int64_t>(i));
     CHECK(trace[i].allocations == 0);
     // Two layers see 40 rows and one 16; K and V of two heads, 20 codes and a scale each.

@@ -1,16 +1,19 @@
 """Token ids and decoded text against the tokenizers of Hugging Face transformers.
 
 The pipelines (normalizer, splits, prefix rules, decoders) are those that transformers itself builds for
-GPT-2, Qwen2, Llama 3 (its tiktoken converter) and Llama 2; SmolLM's is the published one. Vocabularies are
-trained here.
+GPT-2, CodeGen (Phi-2), GPT-NeoX (OLMo), Cohere, Qwen2, Qwen3.5, Llama 3 (its tiktoken converter), Llama 2 and
+Gemma; SmolLM's is the published one. Vocabularies are trained here.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ringlm.pretokenizers import PRE_TOKENIZERS, name_of
 from ringlm.tokenizer import Tokenizer
 from tokenizer_data import (
     BYTE,
@@ -20,6 +23,7 @@ from tokenizer_data import (
     SENTENCES,
     SPACE,
     UNKNOWN,
+    keyed,
     random_texts,
     train_byte_level,
     write_vocab,
@@ -29,7 +33,15 @@ NEEDS = "conformance with transformers needs: pip install 'ringlm[conformance]'"
 transformers = pytest.importorskip("transformers", reason=NEEDS)
 pytestmark = pytest.mark.conformance
 
-PRES = ["gpt-2", "smollm", "llama-bpe", "qwen2"]
+CLASSES = {
+    "gpt-2": "GPT2Tokenizer",
+    "phi-2": "CodeGenTokenizer",
+    "olmo": "GPTNeoXTokenizer",
+    "command-r": "CohereTokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen35": "Qwen3_5Tokenizer",
+}
+PRES = [*CLASSES, "smollm", "llama-bpe"]
 BOS, EOS, END = "<|begin|>", "<|endoftext|>", "<|im_end|>"
 SPECIAL_TEXTS = [
     f"{BOS}a{END}",
@@ -52,12 +64,11 @@ def byte_level(pre: str, tokens: list[str], merges: list[str]) -> Any:
     vocab = {t: i for i, t in enumerate(tokens)}
     pairs = [tuple(m.split(" ")) for m in merges]
     special = {"bos_token": BOS, "eos_token": EOS, "unk_token": None, "extra_special_tokens": [END]}
-    if pre == "gpt-2":
-        return transformers.GPT2Tokenizer(vocab=vocab, merges=pairs, **special)
-    if pre == "qwen2":
-        return transformers.Qwen2Tokenizer(
-            vocab=vocab, merges=pairs, **{**special, "pad_token": None, "unk_token": EOS}
-        )
+    if pre in CLASSES:
+        own = {**special, "pad_token": None, "unk_token": EOS}
+        if pre == "command-r":
+            own |= dict.fromkeys(["cls_token", "sep_token", "mask_token"])
+        return getattr(transformers, CLASSES[pre])(vocab=vocab, merges=pairs, **own)
     if pre == "llama-bpe":
         from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -111,7 +122,7 @@ def test_byte_level_ids(case: tuple[Any, Tokenizer]) -> None:
 
 
 def test_the_texts_tell_the_pipelines_apart(trained: tuple[list[str], list[str]]) -> None:
-    pipelines = [byte_level(pre, *trained) for pre in PRES]
+    pipelines = [byte_level(pre, *trained) for pre in PRES if pre != "phi-2"]  # GPT-2's
     ids = [[p.encode(text, add_special_tokens=False) for text in TEXTS] for p in pipelines]
     for a, b in itertools.combinations(ids, 2):
         assert a != b
@@ -205,3 +216,77 @@ def test_sentencepiece_decode(llama: tuple[Any, Tokenizer]) -> None:
     for text in [*SENTENCES, "x\U0001f9ff y", "two  spaces ", "\n\n a"]:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma4"])
+def test_gemma(model: str) -> None:
+    """Gemma's vocabulary as scores (Gemma to Gemma 3) and as merges (Gemma 4): no prefix, no words."""
+    import io
+
+    spm = pytest.importorskip("sentencepiece")
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    written = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for s in SENTENCES for line in s.splitlines()] * 3),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=620,
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        normalization_rule_name="identity",
+        character_coverage=0.98,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        pad_piece="<pad>",
+        eos_piece="<eos>",
+        bos_piece="<bos>",
+        minloglevel=2,
+        num_threads=1,
+    )
+    sp = spm.SentencePieceProcessor(model_proto=written.getvalue())
+    n = sp.get_piece_size()
+    pieces, scores = [sp.id_to_piece(i) for i in range(n)], [sp.get_score(i) for i in range(n)]
+    types = [CONTROL] * 3 + [UNKNOWN] + [BYTE if sp.is_byte(i) else NORMAL for i in range(4, n)]
+    vocab = {p: i for i, p in enumerate(pieces)}
+    merges = generate_merges(vocab, dict(zip(pieces, scores, strict=True)))
+    theirs = transformers.GemmaTokenizer(vocab=vocab, merges=merges)
+    ours = Tokenizer(
+        keyed(
+            {
+                "model": model,
+                "tokens": pieces,
+                "token_type": types,
+                "scores": scores,
+                "merges": [" ".join(pair) for pair in merges],
+                "bos_token_id": 2,
+                "eos_token_id": 1,
+                "unknown_token_id": 3,
+                "add_bos_token": True,
+                "add_space_prefix": False,
+            }
+        )
+    )
+    for text in TEXTS:
+        expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == [2, *expected], repr(text)
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+    for text in ("a<eos>b", "<bos><bos> x", "x <eos>\n"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special=False, parse_special=True) == expected
+
+
+def test_names_of_files_that_transformers_writes(
+    trained: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    """Of the files that `save_pretrained` makes: the rules of the name are those of the file."""
+    for pre in PRES:
+        byte_level(pre, *trained).save_pretrained(tmp_path / pre)
+        file = json.loads((tmp_path / pre / "tokenizer.json").read_text(encoding="utf-8"))
+        found, wanted = PRE_TOKENIZERS[name_of(file)], PRE_TOKENIZERS[pre]
+        assert (found.steps, found.nfc) == (wanted.steps, wanted.nfc), pre

@@ -56,6 +56,26 @@ NASTY = [
     "\n" * 40,
     "x" + " " * 33 + "y",
     "日本語" * 20,
+    "a\tb\t\tc \t d\t \te\t\n\t\nf",
+    "\r\r\n\n\r \r\n \n\t\r\n\r\nx\r\n",
+    " ".join("9876543210123"[:n] for n in range(1, 14)),
+    "a1b22c333d4444e55555.5,6 7x8_9-0",
+    "\u0661\u0662\u0663\u0664\u0665 \u09e7\u09e8\u09e9\u09ea \uff11\uff12\uff13\uff14 ¼½¾ ¹²³ ①②③ ⅣⅤ 〇一二",
+    "iPhoneXR getHTTPResponse HTMLParser ÄÖÜßẞ Ärger ǅungla ʰaspirated ΑΒγδ ЖЗий DŽ",
+    "can't CAN'T won'T 'ſ x'ſ we'Ll'D''s'S 's",  # noqa: RUF001
+    "मैं हिन्दी में लिखता हूँ। สวัสดีครับ ผมชื่อ ខ្មែរ বাংলা தமிழ்",
+    "שָׁלוֹם עוֹלָם! مرحبًا بالعالم، ١٢٣؟ \u202eabc\u202c",
+    "q\u0323\u0307 \u0301\u0302 a\u0301b\u0308c \u1100\u1161\u11a8 \uac01 \u212b \ufb01 \u2460",
+    "❤️‍🔥🧑🏽‍🚀🏴\U000e0067\U000e0062\U000e007f 1️⃣ ☺︎ 🇩🇪🇫🇷🇯🇵",
+    "$5.00+€3=£8^2~`|<>\\ //path/to/x.y?z=1#é ...?!\n---\n```py\n",
+    "«quoted» ‘single’ “double” – — … ！？。，、：；（）【】「」～",  # noqa: RUF001
+    "<|endoftext|><|eot_id|><bos>[INST] </s>  <0x41> ▁ Ġ Ċ Ã©",
+    "x\ufffdy \ufffd\ufffd",
+    "a\u200cb\u200dc\u2060d\u00ade\u034ff",
+    "\x01\x02\x1b[0m\x7f\x85\x9f\x0b\x0c\x1c\x1f",
+    "word" + "\u00a0" * 3 + "word\u2003\u2009x\u3000\u3000y\u1680z\u180e",
+    "ab" + "  " * 7 + "\n" + " " * 5 + "cd" + "\n" * 3 + " " * 4 + "ef ",
+    "中文English混合text文字123数字。日本語カタカナひらがな한국어 조사",
 ]
 
 
@@ -70,6 +90,9 @@ def random_texts(n: int, seed: int) -> list[str]:
         "'sStTlLdDmMrReEvV ",
         "äß€日本\u0301 1",
         "<|>/_s0x \u00a0",
+        "abABäÄßǅʰж日\u0301' 1",
+        "!?.,/$+<=>^~|` \n\ra1。",
+        "\u0301\u0e34\u093fกक x1'\n",
     ]
     texts = []
     for _ in range(n):
@@ -116,18 +139,19 @@ def keyed(metadata: dict[str, Any]) -> dict[str, Any]:
     return {"tokenizer.ggml." + name: value for name, value in metadata.items()}
 
 
-def train_byte_level(vocab_size: int) -> tuple[list[str], list[str]]:
-    """Tokens (the first 256 are the bytes) and merges of a byte-level BPE."""
+def train_byte_level(vocab_size: int, words: bool = True) -> tuple[list[str], list[str]]:
+    """Tokens (the first 256 are the bytes) and merges of a byte-level BPE. Without ``words`` merges go
+    over spaces, digits and signs as well, so that ids show wherever a text is cut."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(SENTENCES * 3, trainer)
+    tokenizer.train_from_iterator((SENTENCES if words else [*SENTENCES, *NASTY]) * 3, trainer)
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     return tokens, [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -165,6 +189,40 @@ ORACLE_SPLITS = {
 }
 ORACLE_SPLITS["smollm"] = [r"\p{N}", *ORACLE_SPLITS["gpt-2"]]
 ORACLE_SPLITS["llama-bpe"] = [ORACLE_SPLITS["qwen2"][0].replace("| \\p{N}\n", "| \\p{N}{1,3}+\n")]
+ORACLE_SPLITS["qwen35"] = [
+    rf"""(?i:{CONTRACTION})
+    | (?:(?![\r\n\p{{L}}\p{{N}}]).)?(?:\p{{L}}|\p{{M}})++
+    | \p{{N}}
+    | [ ]?(?:(?![\p{{L}}\p{{M}}\p{{N}}\p{{White_Space}}]).)++[\r\n]*+
+    | \p{{White_Space}}*[\r\n]++
+    | \p{{White_Space}}+(?=\p{{White_Space}}|\Z)
+    | \p{{White_Space}}"""
+]
+NOT_UPPER, NOT_LOWER = r"(?:\p{Ll}|\p{Lm}|\p{Lo}|\p{M})", r"(?:\p{Lu}|\p{Lt}|\p{Lm}|\p{Lo}|\p{M})"
+ORACLE_SPLITS["tekken"] = [
+    rf"""(?:(?![\r\n\p{{L}}\p{{N}}]).)?{NOT_LOWER}*{NOT_UPPER}++
+    | (?:(?![\r\n\p{{L}}\p{{N}}]).)?{NOT_LOWER}+{NOT_UPPER}*+
+    | \p{{N}}
+    | [ ]?(?:(?![\p{{L}}\p{{N}}\p{{White_Space}}]).)++[\r\n/]*+
+    | \p{{White_Space}}*[\r\n]++
+    | \p{{White_Space}}+(?=\p{{White_Space}}|\Z)
+    | \p{{White_Space}}"""
+]
+ORACLE_SPLITS["deepseek-coder"] = [
+    r"[\r\n]",
+    r"\p{White_Space}?\p{L}++",
+    r"\p{White_Space}?\p{P}++",
+    r"[\u0800-\u9fa5\uac00-\ud7ff]++",
+    r"\p{N}",
+]
+# llama.cpp's words for files that name no rule.
+ORACLE_SPLITS["default"] = [
+    r"(?:\p{P}|[$+<=>^~|])++",
+    *ORACLE_SPLITS["gpt-2"],
+    r"\p{N}++",
+    r"[0-9]{3}",
+]
+NORMALIZED = ("qwen2", "qwen35")
 
 
 def oracle_split(text: str, pre: str) -> list[str]:
@@ -189,11 +247,11 @@ def oracle_byte_level(text: str, pre: str, tokens: list[str], merges: list[str])
     ranks = {tuple(m.split(" ")): r for r, m in enumerate(merges)}
     spelling = byte_spelling()
     out = []
-    if pre == "qwen2":
+    if pre in NORMALIZED:
         text = unicodedata.normalize("NFC", text)
     for word in oracle_split(text, pre):
         symbols = [spelling[b] for b in word.encode()]
-        if pre == "llama-bpe" and "".join(symbols) in ids:
+        if pre in ("llama-bpe", "tekken") and "".join(symbols) in ids:
             symbols = ["".join(symbols)]
         while len(symbols) > 1:
             best = min(itertools.pairwise(symbols), key=lambda p: ranks.get(p, len(ranks)))

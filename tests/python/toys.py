@@ -156,11 +156,12 @@ class ToyModel:
         n_threads: int = 0,
         backend: str = "cpu",
         window: Sequence[int] = (),
+        rope: dict[str, Any] | None = None,
         repack: bool = True,
     ) -> None:
-        self.path, self.n_threads, self.backend = path, n_threads or 2, backend
+        self.path, self.n_threads, self.backend, self.rope = path, n_threads or 2, backend, rope
         self.window, self.repack = list(window), repack
-        self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_train=256, rope_factor=1.0)
+        self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_limit=256)
         self.nbytes = 1000
         self.closed = False
         self.script: Callable[[list[int]], int] = lambda ids: (sum(ids) * 31 + len(ids)) % 200 + 20

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +21,9 @@ struct ModelOptions {
   // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
   // one per layer, 0 for none; empty leaves what the file says.
   std::vector<std::int32_t> windows = {};
+  // How positions turn queries and keys, instead of what the file says; a base or original length of 0 stays
+  // the file's. Layers that have angles of their own for their window keep them.
+  std::optional<Rope> rope = {};
   // Whether the cpu backend brings the weights into the order of its kernels when the model opens. Without,
   // they stay in the mapped file: opening takes no time and the pages are shared with other processes, but
   // every step is slower.

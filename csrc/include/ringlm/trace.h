@@ -11,11 +11,18 @@ constexpr std::array<const char*, 8> kOperations = {"embed",         "norm_qkv",
                                                     "attend",        "out_residual", "norm_gate_up",
                                                     "down_residual", "norm_head"};
 
+enum class StepKind {
+  Prefill,
+  Decode,
+  Rebuild,  // tokens that were fed before, computed again for other RoPE angles
+};
+
 struct TraceRecord {
-  bool prefill;
+  StepKind kind;
   std::int64_t position;     // of its first token
   std::int32_t n_tokens;     // 1 for a decode
-  std::size_t weight_bytes;  // that the step has to read: every matrix once, and the embedding's rows
+  std::size_t weight_bytes;  // that the step has to read: every matrix once (of experts those that can be
+                             // used), and the embedding's rows
   std::size_t kv_bytes;      // of the rows that the queries saw, each query's counted
   double seconds;            // of the whole step
   std::array<double, kOperations.size()> operation_seconds;  // over all layers

@@ -16,6 +16,9 @@ from . import info as info  # isort: skip
 from . import doctor as doctor  # isort: skip
 from . import plan as plan  # isort: skip
 from . import perplexity as perplexity  # isort: skip
+from . import compare as compare  # isort: skip
+from . import convert as convert  # isort: skip
+from . import quantize as quantize  # isort: skip
 from . import bench as bench  # isort: skip
 from . import models as models  # isort: skip
 from .app import app, state

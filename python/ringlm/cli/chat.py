@@ -59,6 +59,7 @@ def chat_command(
     pinned: opt.PinnedSystem = None,
     overflow: opt.Overflow = "slide",
     window: opt.Window = None,
+    rope: opt.Rope = None,
     chunk: opt.Chunk = 128,
     backend: opt.Backend = "cpu",
     verbose: opt.Verbose = False,
@@ -71,7 +72,7 @@ def chat_command(
     sampling = opt.sampling(name, temp, top_k, top_p, min_p, repeat_penalty, seed)
     with (
         opt.plain_warnings(),
-        opt.opened(name, threads, backend, window) as model,
+        opt.opened(name, threads, backend, window, rope) as model,
         model.chat(
             system,
             template,

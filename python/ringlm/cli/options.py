@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ringlm.errors import InvalidArgument
 from ringlm.sampling import Sampling
 
 from .progress import PullView
@@ -114,6 +115,15 @@ Window = Annotated[
         show_default="as the file says",
     ),
 ]
+Rope = Annotated[
+    str | None,
+    typer.Option(
+        "--rope",
+        metavar="TYPE[,KEY=X]…",
+        help="RoPE scaling: none, linear, ntk, dynamic, yarn or llama3, as in yarn,factor=4.",
+        show_default="as the file says",
+    ),
+]
 Chunk = Annotated[int, typer.Option("--chunk", metavar="N", min=1, help="Prompt tokens evaluated together.")]
 Backend = Annotated[
     str, typer.Option("--backend", metavar="NAME", help="cpu, or reference: plain and slow, for comparison.")
@@ -153,15 +163,32 @@ def sampling(
     )
 
 
+def rope_scaling(text: str | None) -> dict[str, str | float] | None:
+    """``yarn,factor=4`` as Model takes it, which knows what there is."""
+    if text is None:
+        return None
+    kind, *pairs = text.split(",")
+    rope: dict[str, str | float] = {"rope_type": kind}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        try:
+            rope[key] = float(value)
+        except ValueError:
+            raise InvalidArgument(f"--rope: {pair!r} is not of the form KEY=NUMBER") from None
+    return rope
+
+
 @contextmanager
-def opened(name: str, threads: int | None, backend: str, window: int | None = None) -> Iterator[Model]:
+def opened(
+    name: str, threads: int | None, backend: str, window: int | None = None, rope: str | None = None
+) -> Iterator[Model]:
     """The model that ``name`` means, downloaded with a view of the progress if need be."""
     from ringlm import hub
     from ringlm.model import Model
 
     with PullView() as progress:
         path = hub.resolve(name, progress=progress)
-    with Model(path, n_threads=threads, backend=backend, window=window) as model:
+    with Model(path, n_threads=threads, backend=backend, window=window, rope=rope_scaling(rope)) as model:
         yield model
 
 

@@ -23,6 +23,7 @@ def perplexity_command(
     pinned: opt.Pinned = 0,
     overflow: opt.Overflow = "error",
     window: opt.Window = None,
+    rope: opt.Rope = None,
     chunk: opt.Chunk = 128,
     threads: opt.Threads = None,
     backend: opt.Backend = "cpu",
@@ -41,7 +42,7 @@ def perplexity_command(
         left = (time.monotonic() - began) / done * (total - done)
         status.show(f"part {done} of {total}, perplexity {so_far:.4f}, {left:.0f} s left")
 
-    with opt.opened(name, threads, backend, window) as model:
+    with opt.opened(name, threads, backend, window, rope) as model:
         status.show("reading the text")
         try:
             began = time.monotonic()

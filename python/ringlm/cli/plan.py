@@ -33,6 +33,7 @@ def plan_command(
     ] = None,
     threads: opt.Threads = None,
     window: opt.Window = None,
+    rope: opt.Rope = None,
     as_json: opt.Json = False,
 ) -> None:
     """Show what sessions will take, to the byte, and the largest context that fits.
@@ -46,7 +47,7 @@ def plan_command(
         size = None if memory is None else parse_size(memory)
     except InvalidArgument as e:
         raise typer.BadParameter(str(e), param_hint="--memory") from None
-    with opt.opened(name, threads, "cpu", window) as model:
+    with opt.opened(name, threads, "cpu", window, rope) as model:
         result = plan(
             model,
             n_ctx=n_ctx,

@@ -1,4 +1,4 @@
-"""A pull as seen on stderr."""
+"""Long work as seen on stderr: bytes that are fetched or written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+    from typing_extensions import Self
 
     from ringlm.hub import Progress
 
@@ -18,36 +19,19 @@ _TITLES = {
 }
 
 
-class PullView:
-    """A progress callback that draws: a bar on a terminal, else one line at the beginning of each stage.
+class _Bar:
+    """A bar of bytes on a terminal, or one line that says what begins.
 
-    Nothing is shown, and rich not imported, before the first call."""
+    Nothing is shown, and rich not imported, before the first one begins."""
 
     def __init__(self) -> None:
-        self._stage = ""
         self._bar: Bar | None = None
 
-    def __enter__(self) -> PullView:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
-
-    def __call__(self, p: Progress) -> None:
-        begins = p.stage != self._stage
-        self._stage = p.stage
-        if p.total and sys.stderr.isatty():
-            if begins:
-                self._start(p)
-            if self._bar is not None:
-                self._bar.update(self._bar.task_ids[0], completed=p.done)
-        elif begins:
-            self._stop()
-            sys.stderr.write(_TITLES[p.stage].format(p.model) + "\n")
-
-    def _start(self, p: Progress) -> None:
+    def begin(self, title: str, total: int | None, done: int = 0) -> None:
+        self.stop()
+        if not total or not sys.stderr.isatty():
+            sys.stderr.write(title + "\n")
+            return
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -58,14 +42,61 @@ class PullView:
         )
         from rich.progress import Progress as Bar
 
-        self._stop()
-        title = TextColumn("{task.description}", markup=False)
-        columns = (title, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        text = TextColumn("{task.description}", markup=False)
+        columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         self._bar = Bar(*columns, console=Console(stderr=True))
-        self._bar.add_task(_TITLES[p.stage].format(p.model), total=p.total, completed=p.done)
+        self._bar.add_task(title, total=total, completed=done)
         self._bar.start()
 
-    def _stop(self) -> None:
+    def update(self, done: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+
+    def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class _View:
+    """A progress callback that draws while its block runs."""
+
+    def __init__(self) -> None:
+        self._bar = _Bar()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+class PullView(_View):
+    """Shows a pull: every stage begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stage = ""
+
+    def __call__(self, p: Progress) -> None:
+        if p.stage != self._stage:
+            self._stage = p.stage
+            self._bar.begin(_TITLES[p.stage].format(p.model), p.total, p.done)
+        self._bar.update(p.done)
+
+
+class RewriteView(_View):
+    """Shows how a file is written."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._title = title
+        self._begun = False
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if not self._begun:
+            self._begun = True
+            self._bar.begin(self._title, total)
+        self._bar.update(done)

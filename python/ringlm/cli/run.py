@@ -38,6 +38,7 @@ def run_command(
     pinned: opt.Pinned = 0,
     overflow: opt.Overflow = "error",
     window: opt.Window = None,
+    rope: opt.Rope = None,
     chunk: opt.Chunk = 128,
     backend: opt.Backend = "cpu",
     as_json: opt.Json = False,
@@ -53,7 +54,7 @@ def run_command(
     text = _prompt(prompt)
     sampling = opt.sampling(name, temp, top_k, top_p, min_p, repeat_penalty, seed)
     began = time.perf_counter()
-    with opt.opened(name, threads, backend, window) as model:
+    with opt.opened(name, threads, backend, window, rope) as model:
         ids = model.tokenizer.encode(text)
         if not ids:
             raise InvalidArgument("the prompt is empty, and the model has no BOS token to begin with")
