@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
         Fault({G + "pre": None}),
         "error",
         G + "pre",
-        ["missing", "GPT-2's rule"],
+        ["missing", "is guessed"],
     ),
     "pre-default": (Fault({G + "pre": "default"}), "error", G + "pre", ["'default'", "--pre-tokenizer"]),
     "pre-unknown": (Fault({G + "pre": "mine"}), "error", "the vocabulary", ["'mine'", "gpt-2"]),
@@ -204,7 +204,7 @@ FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
         ),
         "note",
         "llama.context_length",
-        ["256 x 4 = 1024", "shorter"],
+        ["256 x 4 = 1024", "goes by the scaling"],
     ),
     "context-below-original": (
         Fault({"llama.rope.scaling.type": "linear", "llama.rope.scaling.original_context_length": 512}),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["CONVERT", "NEW", "SET", "Facts", "Finding", "Findings"]
 
 #: Remedies. The commands come with the package gguf.
-CONVERT = "convert the model again from its original with a current converter"
+CONVERT = "convert the model again from its original (ringlm convert FOLDER OUT)"
 SET = "correct it: gguf-set-metadata FILE {key} {value}"
 NEW = "write a corrected copy: gguf-new-metadata {options} FILE NEW_FILE"
 

@@ -42,7 +42,11 @@ def check_arrays(f: Facts) -> Findings:
                 "which entry belongs to which token is not certain",
                 CONVERT,
             )
-    if f.text("tokenizer.ggml.model") == "gpt2" and n > 1000 and not f.file.get("tokenizer.ggml.merges"):
+    if (
+        f.text("tokenizer.ggml.model") in ("gpt2", "gemma4")
+        and n > 1000
+        and not f.file.get("tokenizer.ggml.merges")
+    ):
         yield Finding(
             "error",
             "tokenizer.ggml.merges",
@@ -61,8 +65,8 @@ def check_pre_tokenizer(f: Facts) -> Findings:
         "error",
         "tokenizer.ggml.pre",
         "missing" if pre is None else f"{pre!r}, which is none",
-        "text is cut into words by GPT-2's rule: numbers and punctuation get other tokens than in training, "
-        "and the answers are worse without any error",
+        "the rule that cuts text into words is guessed: numbers and punctuation may get other tokens than in "
+        "training, and the answers are worse without any error",
         NEW.format(options=f"--pre-tokenizer {name}"),
     )
 

@@ -72,8 +72,8 @@ def check_context(f: Facts) -> Findings:
             "note",
             key,
             f"{n_ctx}, although RoPE's scaling reaches to {original} x {factor:g} = {original * factor:.0f}",
-            "sessions are kept shorter than the model allows",
-            SET.format(key=key, value=round(original * factor)) + " if you need longer ones",
+            "ringlm goes by the scaling; programs that go by this key keep texts shorter than need be",
+            SET.format(key=key, value=round(original * factor)),
         )
 
 
