@@ -7,292 +7,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from faulty_models import Fault, plus_tokens, types_with, write_faulty, write_vocabulary
+from faulty_models import FAULTS, Fault, G, grown, plus_tokens, write_faulty, write_vocabulary
 from gguf.scripts import gguf_new_metadata, gguf_set_metadata
-from random_llama import Array
 from ringlm.cli import main
 from ringlm.doctor import Finding, diagnose
-from tiny_chat_model import END, N_VOCAB, START, TEMPLATE, write_random
-
-G = "tokenizer.ggml."
-
-
-def broken(name: str, value: float) -> Any:
-    def change(weights: dict[str, Array]) -> None:
-        weights[name].flat[5] = value
-
-    return change
-
-
-def without(name: str) -> Any:
-    return lambda weights: weights.pop(name)
-
-
-def with_tensor(name: str, array: Array) -> Any:
-    return lambda weights: weights.update({name: array})
-
-
-def zeroed(weights: dict[str, Array]) -> None:
-    weights["blk.1.ffn_norm.weight"][:] = 0
-
-
-def short_output(weights: dict[str, Array]) -> None:
-    weights["output.weight"] = weights["output.weight"][:-1]
-
-
-ENDING = TEMPLATE.replace("<|im_end|>", "<|stop|>")
-
-#: name -> (fault, severity, where, words of the finding). Nothing else is an error.
-FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
-    # special tokens
-    "eos-outside": (
-        Fault({G + "eos_token_id": 5000}),
-        "error",
-        G + "eos_token_id",
-        ["5000", f"{N_VOCAB} tokens", "nothing ends an answer", "--special-token eos"],
-    ),
-    "bos-outside": (Fault({G + "bos_token_id": 259}), "error", G + "bos_token_id", ["259", "begun"]),
-    "eot-outside": (Fault({G + "eot_token_id": 999}), "error", G + "eot_token_id", ["999", "ends"]),
-    "padding-outside": (Fault({G + "padding_token_id": 999}), "error", G + "padding_token_id", ["999"]),
-    "eos-is-a-word": (Fault({G + "eos_token_id": 65}), "error", G + "eos_token_id", ["ordinary token 'A'"]),
-    "bos-is-a-word": (Fault({G + "bos_token_id": 66}), "error", G + "bos_token_id", ["ordinary token 'B'"]),
-    "eos-is-a-beginning": (
-        Fault({G + "eos_token_id": START}),
-        "error",
-        G + "eos_token_id",
-        ["'<|im_start|>'", "answers do not end"],
-    ),
-    "eos-is-padding": (
-        Fault(plus_tokens("<pad>") | {G + "eos_token_id": N_VOCAB}, lambda w: grown(w)),
-        "error",
-        G + "eos_token_id",
-        ["'<pad>'"],
-    ),
-    "bos-is-an-end": (
-        Fault({G + "bos_token_id": END, G + "add_bos_token": True}),
-        "error",
-        G + "bos_token_id",
-        ["'<|im_end|>'", "begins with a token that ends"],
-    ),
-    # how conversations end and begin
-    "end-of-turn-does-not-end": (
-        Fault(plus_tokens("<|stop|>") | {"tokenizer.chat_template": ENDING}, lambda w: grown(w)),
-        "error",
-        "tokenizer.chat_template",
-        ["'<|stop|>' (token 259, control)", "do not stop", "--special-token eot '<|stop|>'"],
-    ),
-    "end-of-turn-is-no-token": (
-        Fault({"tokenizer.chat_template": TEMPLATE.replace("<|im_end|>", "<|eot_id|>")}),
-        "error",
-        "tokenizer.chat_template",
-        ["'<|eot_id|>'", "the vocabulary does not have", "do not stop"],
-    ),
-    "end-of-turn-is-a-word": (
-        Fault(
-            plus_tokens("</s>") | {G + "token_type": [1] * 256 + [3, 1, 3, 3], G + "eos_token_id": N_VOCAB},
-            lambda w: grown(w),
-        ),
-        "error",
-        "tokenizer.chat_template",
-        ["'<|im_end|>' (token 257, normal)", "ends no generation"],
-    ),
-    "a-marker-is-text": (
-        Fault(types_with(START, 4)),
-        "note",
-        G + "token_type",
-        ["'<|im_start|>' is no control token", "types it"],
-    ),
-    "double-bos": (
-        Fault({G + "add_bos_token": True, "tokenizer.chat_template": "{{ bos_token }}" + TEMPLATE}),
-        "note",
-        G + "add_bos_token",
-        ["writes it too", "twice"],
-    ),
-    "another-bos": (
-        Fault(
-            plus_tokens("<s>") | {G + "add_bos_token": True, "tokenizer.chat_template": "<s>" + TEMPLATE},
-            lambda w: grown(w),
-        ),
-        "error",
-        "tokenizer.chat_template",
-        ["'<s>'", "'<|bos|>'", "two different beginnings"],
-    ),
-    "bos-without-id": (
-        Fault({G + "add_bos_token": True, G + "bos_token_id": None}),
-        "error",
-        G + "add_bos_token",
-        ["bos_token_id is missing"],
-    ),
-    "add-bos-missing": (
-        Fault({G + "add_bos_token": None}),
-        "note",
-        G + "add_bos_token",
-        ["missing", "no BOS"],
-    ),
-    "template-missing": (
-        Fault({"tokenizer.chat_template": None}),
-        "note",
-        "tokenizer.chat_template",
-        ["missing", "--chat-template-file"],
-    ),
-    "template-broken": (
-        Fault({"tokenizer.chat_template": "a\n{% if %}"}),
-        "error",
-        "tokenizer.chat_template",
-        ["line 2", "no conversation"],
-    ),
-    # the vocabulary
-    "vocabulary-missing": (Fault({G + "model": None}), "error", G + "model", ["missing", "token ids"]),
-    "vocabulary-unknown": (Fault({G + "model": "t5"}), "error", "the vocabulary", ["'t5'"]),
-    "pre-missing": (
-        Fault({G + "pre": None}),
-        "error",
-        G + "pre",
-        ["missing", "is guessed"],
-    ),
-    "pre-default": (Fault({G + "pre": "default"}), "error", G + "pre", ["'default'", "--pre-tokenizer"]),
-    "pre-unknown": (Fault({G + "pre": "mine"}), "error", "the vocabulary", ["'mine'", "gpt-2"]),
-    "types-too-few": (
-        Fault({G + "token_type": [1] * 256}),
-        "error",
-        G + "token_type",
-        [f"256 entries for {N_VOCAB} tokens"],
-    ),
-    "scores-too-many": (
-        Fault({G + "scores": [0.0] * 300}),
-        "error",
-        G + "scores",
-        [f"300 entries for {N_VOCAB} tokens"],
-    ),
-    "tokens-without-rows": (
-        Fault(plus_tokens("<|x|>")),
-        "error",
-        "token_embd.weight",
-        [f"{N_VOCAB} rows, and output.weight {N_VOCAB}, for the {N_VOCAB + 1} tokens", "no weights"],
-    ),
-    "output-too-short": (
-        Fault(weights=short_output),
-        "error",
-        "output.weight",
-        [f"{N_VOCAB - 1} rows for the {N_VOCAB} tokens"],
-    ),
-    "vocab-size": (Fault({"llama.vocab_size": 300}), "note", "llama.vocab_size", ["300", f"{N_VOCAB}"]),
-    # context and RoPE
-    "context-missing": (Fault({"llama.context_length": None}), "error", "llama.context_length", ["missing"]),
-    "context-zero": (Fault({"llama.context_length": 0}), "error", "llama.context_length", ["0", "how long"]),
-    "context-beyond-scaling": (
-        Fault(
-            {
-                "llama.rope.scaling.type": "linear",
-                "llama.rope.scaling.factor": 2.0,
-                "llama.rope.scaling.original_context_length": 64,
-            }
-        ),
-        "error",
-        "llama.context_length",
-        ["256", "64 x 2 = 128", "llama.context_length 128"],
-    ),
-    "context-within-scaling": (
-        Fault(
-            {
-                "llama.rope.scaling.type": "linear",
-                "llama.rope.scaling.factor": 4.0,
-                "llama.rope.scaling.original_context_length": 256,
-            }
-        ),
-        "note",
-        "llama.context_length",
-        ["256 x 4 = 1024", "goes by the scaling"],
-    ),
-    "context-below-original": (
-        Fault({"llama.rope.scaling.type": "linear", "llama.rope.scaling.original_context_length": 512}),
-        "error",
-        "llama.rope.scaling.original_context_length",
-        ["512", "256"],
-    ),
-    "rope-odd": (
-        Fault({"llama.rope.dimension_count": 15}),
-        "error",
-        "llama.rope.dimension_count",
-        ["15", "even number up to the head's size, 16"],
-    ),
-    "rope-too-wide": (
-        Fault({"llama.rope.dimension_count": 32}),
-        "error",
-        "llama.rope.dimension_count",
-        ["32", "16"],
-    ),
-    "rope-scaling-unknown": (
-        Fault({"llama.rope.scaling.type": "dynamic"}),
-        "error",
-        "llama.rope.scaling.type",
-        ["'dynamic'", "yarn"],
-    ),
-    # heads, tensors, values
-    "kv-heads": (
-        Fault({"llama.attention.head_count_kv": 3}),
-        "error",
-        "llama.attention.head_count_kv",
-        ["3 KV heads do not divide 2"],
-    ),
-    "heads": (
-        Fault({"llama.attention.head_count": 3, "llama.attention.head_count_kv": 1}),
-        "error",
-        "llama.attention.head_count",
-        ["3 heads do not divide the width 32"],
-    ),
-    "q-shape": (
-        Fault(weights=with_tensor("blk.1.attn_q.weight", np.zeros((16, 32), np.float32))),
-        "error",
-        "blk.1.attn_q.weight",
-        ["16 x 32; 2 heads of 16 and the width 32 make 32 x 32"],
-    ),
-    "nan": (
-        Fault(weights=broken("blk.1.attn_norm.weight", np.nan)),
-        "error",
-        "blk.1.attn_norm.weight",
-        ["NaN or infinity"],
-    ),
-    "infinite-scale": (
-        Fault(types={"ffn_up.weight": "Q8_0", "default": "F32"}, infinite="blk.0.ffn_up.weight"),
-        "error",
-        "blk.0.ffn_up.weight",
-        ["NaN or infinity"],
-    ),
-    "zeros": (
-        Fault(weights=zeroed),
-        "error",
-        "blk.1.ffn_norm.weight",
-        ["nothing but zeros", "download"],
-    ),
-    "tensor-missing": (
-        Fault(weights=without("blk.0.ffn_gate.weight")),
-        "error",
-        "the model",
-        ["'blk.0.ffn_gate.weight' is missing"],
-    ),
-    "tensor-unused": (
-        Fault(weights=with_tensor("blk.0.extra.weight", np.ones(32, np.float32))),
-        "error",
-        "the model",
-        ["'blk.0.extra.weight' belongs to nothing"],
-    ),
-    "tensor-type": (
-        Fault(weights=with_tensor("output.weight", np.zeros((N_VOCAB, 66), np.uint8))),
-        "error",
-        "the model",
-        ["TQ2_0"],
-    ),
-    "alignment": (Fault({"general.alignment": 64}), "note", "general.alignment", ["64"]),
-}
-
-
-def grown(weights: dict[str, Array]) -> None:
-    """A row more for each token."""
-    for name in ("token_embd.weight", "output.weight"):
-        weights[name] = np.concatenate([weights[name], weights[name][:1]])
+from tiny_chat_model import N_VOCAB, TEMPLATE, write_random
 
 
 def test_nothing_is_wrong_with_a_sound_file(tmp_path: Path) -> None:
@@ -354,6 +74,28 @@ def test_base_and_factors_of_llama_3(keys: dict[str, Any], base: str, factors: s
     errors = {f.where: f.what for f in diagnose(tmp_path / "m.gguf") if f.severity == "error"}
     for where, what in (("llama.rope.freq_base", base), ("rope_freqs.weight", factors)):
         assert (where in errors) is bool(what) and what in errors.get(where, "")
+
+
+@pytest.mark.parametrize(
+    ("template", "more"),
+    [
+        ("{{ bos_token }}" + TEMPLATE.replace("<|im_end|>", "<|x|><|im_end|>"), []),  # the last of two ends
+        (TEMPLATE.replace("<|im_end|>", "<turn|>"), ["<turn|>"]),  # EOS with an unusual name
+        (TEMPLATE.replace("<|im_end|>", "</assistant>"), []),  # ends in plain text
+        ("{% if messages|length < 9 %}{{ raise_exception('no') }}{% endif %}", []),
+    ],
+)
+def test_templates_that_are_sound(template: str, more: list[str], tmp_path: Path) -> None:
+    keys = plus_tokens("<|x|>", *more) | {"tokenizer.chat_template": template}
+    keys |= {G + "eos_token_id": N_VOCAB + 1} if more else {}
+    write_faulty(tmp_path / "m.gguf", Fault(keys, grown if not more else lambda w: (grown(w), grown(w))))
+    assert diagnose(tmp_path / "m.gguf") == []
+
+
+def test_a_template_that_begins_with_a_turn_and_a_bos_that_is_added(tmp_path: Path) -> None:
+    fault = Fault({G + "add_bos_token": True, "tokenizer.chat_template": TEMPLATE})
+    write_faulty(tmp_path / "m.gguf", fault)
+    assert diagnose(tmp_path / "m.gguf") == []
 
 
 def test_a_large_vocabulary_without_merges_and_gemma_without_bos(tmp_path: Path) -> None:

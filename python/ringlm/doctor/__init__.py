@@ -60,8 +60,6 @@ def diagnose(path: str | os.PathLike[str]) -> list[Finding]:
 
 def _refusals(facts: Facts, found: list[Finding]) -> Findings:
     """What ringlm itself says when it opens the model and the vocabulary, unless it was found already."""
-    from ringlm.tokenizer import Tokenizer
-
     known = [finding.where for finding in found if finding.severity == "error"]
     if facts.refusal is not None and not any(where in str(facts.refusal) for where in known):
         yield _refusal("the model", facts.refusal, "it does not run")
@@ -74,11 +72,9 @@ def _refusals(facts: Facts, found: list[Finding]) -> Findings:
             CONVERT,
         )
         return
-    try:
-        Tokenizer(facts.file)
-    except Error as error:
-        if not any(where in str(error) for where in known):
-            yield _refusal("the vocabulary", error, "text cannot be turned into tokens")
+    error = facts.tokenizer
+    if isinstance(error, Error) and not any(where in str(error) for where in known):
+        yield _refusal("the vocabulary", error, "text cannot be turned into tokens")
 
 
 def _refusal(where: str, error: Error, consequence: str) -> Finding:

@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ringlm.errors import Error
+from ringlm.errors import Error, TemplateError
 
 if TYPE_CHECKING:
     import ringlm._core as core
+    from ringlm.tokenizer import Tokenizer
     from ringlm.vocab import Vocab
 
-__all__ = ["CONVERT", "NEW", "SET", "Facts", "Finding", "Findings"]
+__all__ = ["ANSWER", "CONVERT", "NEW", "SET", "Facts", "Finding", "Findings"]
 
 #: Remedies. The commands come with the package gguf.
 CONVERT = "convert the model again from its original (ringlm convert FOLDER OUT)"
 SET = "correct it: gguf-set-metadata FILE {key} {value}"
 NEW = "write a corrected copy: gguf-new-metadata {options} FILE NEW_FILE"
+
+ANSWER = "xyzzy"  # no template writes that by itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,36 @@ class Facts:
         try:
             return load_vocab(self.file)
         except Error:
+            return None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | Error:
+        """The vocabulary at work, or why it does not."""
+        from ringlm.tokenizer import Tokenizer
+
+        try:
+            return Tokenizer(self.file)
+        except Error as error:
+            return error
+
+    @cached_property
+    def conversation(self) -> str | None:
+        """One turn, with ANSWER, as the default template renders it; None where it does not."""
+        from ringlm.template import ChatTemplate
+
+        source = self.text("tokenizer.chat_template")
+        if source is None or self.vocab is None:
+            return None
+        bos, eos = (self.vocab.special.get(name) for name in ("bos", "eos"))
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
+        try:
+            template = ChatTemplate(
+                source,
+                bos_token="" if bos is None else self.vocab.tokens[bos],
+                eos_token="" if eos is None else self.vocab.tokens[eos],
+            )
+            return template.render_noted(messages, add_generation_prompt=False).text
+        except TemplateError:
             return None
 
     @cached_property

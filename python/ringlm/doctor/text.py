@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ringlm.doctor.facts import CONVERT, NEW, SET, Facts, Finding, Findings
+from ringlm.doctor.facts import ANSWER, CONVERT, NEW, SET, Facts, Finding, Findings
 from ringlm.errors import Error, TemplateError
 from ringlm.vocab import TokenType
 
@@ -23,10 +23,12 @@ _ID = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 #: Texts that say what a token is for.
 _BEGINS = re.compile(r"<s>|\[?<?bos>?\]?|<[|｜].*(start|begin).*[|｜]>|<start_of_turn>", re.IGNORECASE)  # noqa: RUF001
 _ENDS = re.compile(r"</s>|<eos>|<[|｜](im_end|eot_id|end|eom_id)[|｜]>|<end_of_turn>", re.IGNORECASE)  # noqa: RUF001
+_BOS = re.compile(r"<s>|\[?<?bos>?\]?|<[|｜](begin|start)[_▁]?of[_▁]?(text|sentence)[|｜]>", re.IGNORECASE)  # noqa: RUF001
 _EMPTY = re.compile(r"\[?<?(pad|unk)>?\]?", re.IGNORECASE)
-#: What templates use as markers, and what is not in the vocabulary if it was lost.
+#: What may be a token of its own.
+_TOKEN = re.compile(r"<[^<>\s]{2,}>|\[/?[A-Z_]{3,}\]")
+#: What templates use as markers, also if it is not in the vocabulary.
 _MARKER = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<(?:start|end)_of_turn>|</?s>|\[/?[A-Z_]{3,}\]")  # noqa: RUF001
-_SAID = "xyzzy"  # an answer that no template writes by itself
 
 
 def check_arrays(f: Facts) -> Findings:
@@ -112,7 +114,7 @@ def check_special_texts(f: Facts) -> Findings:
         text = f.vocab.tokens[token]
         if f.vocab.types[token] in (TokenType.NORMAL, TokenType.BYTE, TokenType.UNUSED):
             consequence = (
-                "every text is begun with it as if it had been typed"
+                "what is to begin with BOS begins with that word"
                 if name == "bos"
                 else "answers end where that word comes, and not where they are over"
             )
@@ -169,7 +171,7 @@ def check_bos(f: Facts) -> Findings:
             "ringlm has it once; a program that does not look has it twice, and the answers are worse",
             "nothing here",
         )
-    elif _BEGINS.fullmatch(written) and written in f.vocab.ids_by_text() and written != "<|im_start|>":
+    elif _BOS.fullmatch(written):
         yield Finding(
             "error",
             "tokenizer.chat_template",
@@ -180,12 +182,7 @@ def check_bos(f: Facts) -> Findings:
 
 
 def _adds_bos(f: Facts) -> bool:
-    from ringlm.tokenizer import Tokenizer
-
-    try:
-        return Tokenizer(f.file).add_bos
-    except Error:
-        return False
+    return not isinstance(f.tokenizer, Error) and f.tokenizer.add_bos
 
 
 # ---- templates ---------------------------------------------------------------------------------------------
@@ -217,36 +214,16 @@ def check_templates(f: Facts) -> Findings:
             )
 
 
-def _conversation(f: Facts) -> str | None:
-    """One turn as the default template renders it, None where it does not."""
-    from ringlm.template import ChatTemplate
-
-    source = f.text("tokenizer.chat_template")
-    if source is None or f.vocab is None:
-        return None
-    bos, eos = (f.vocab.special.get(name) for name in ("bos", "eos"))
-    try:
-        template = ChatTemplate(
-            source,
-            bos_token="" if bos is None else f.vocab.tokens[bos],
-            eos_token="" if eos is None else f.vocab.tokens[eos],
-        )
-        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _SAID}]
-        return template.render_noted(messages, add_generation_prompt=False).text
-    except TemplateError:
-        return None
-
-
 def _first_written(f: Facts) -> str | None:
     """The marker that conversations begin with."""
-    text = _conversation(f)
+    text = f.conversation
     found = None if text is None else _MARKER.match(text.lstrip())
     return None if found is None else found[0]
 
 
 def check_markers(f: Facts) -> Findings:
     """Markers of the template that a person could type."""
-    text = _conversation(f)
+    text = f.conversation
     if text is None or f.vocab is None:
         return
     ids = f.vocab.ids_by_text()
@@ -264,27 +241,29 @@ def check_markers(f: Facts) -> Findings:
 
 
 def check_end_of_turn(f: Facts) -> Findings:
-    """What the template writes behind an answer has to end the generation."""
-    text = _conversation(f)
-    if text is None or f.vocab is None or _SAID not in text:
+    """What the template writes behind an answer, up to the end of the line, has to end the generation."""
+    text = f.conversation
+    if text is None or f.vocab is None or ANSWER not in text:
         return
-    found = _MARKER.match(text[text.rindex(_SAID) + len(_SAID) :].lstrip())
-    if found is None:
+    behind = text[text.rindex(ANSWER) + len(ANSWER) :].lstrip().partition("\n")[0]
+    ids = f.vocab.ids_by_text()
+    known = [ids[text] for text in _TOKEN.findall(behind) if text in ids]
+    lost = _MARKER.match(behind)
+    if any(token in f.vocab.eog_ids for token in known) or not (known or lost):
         return
-    token = f.vocab.ids_by_text().get(found[0])
-    if token is None:
-        what = f"it ends an answer with {found[0]!r}, which the vocabulary does not have"
-    elif token not in f.vocab.eog_ids:
-        kind = TokenType(f.vocab.types[token]).name.lower().replace("_", "-")
-        what = f"it ends an answer with {found[0]!r} (token {token}, {kind}), which ends no generation"
+    if known:
+        end = f.vocab.tokens[known[-1]]
+        kind = TokenType(f.vocab.types[known[-1]]).name.lower().replace("_", "-")
+        what = f"it ends an answer with {end!r} (token {known[-1]}, {kind}), which ends no generation"
+        remedy = NEW.format(options=f"--special-token eot '{end}'")
     else:
-        return
+        assert lost is not None
+        what = f"it ends an answer with {lost[0]!r}, which the vocabulary does not have"
+        remedy = "take the template of the model that this vocabulary belongs to"
     yield Finding(
         "error",
         "tokenizer.chat_template",
         what,
         "answers do not stop: the model goes on with the next turns by itself",
-        NEW.format(options=f"--special-token eot '{found[0]}'")
-        if token is not None
-        else "take the template of the model that this vocabulary belongs to",
+        remedy,
     )
