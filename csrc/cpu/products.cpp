@@ -48,8 +48,7 @@ std::size_t Products::packed_bytes() const {
 
 // With experts the rows of each take run_bytes(): whole tiles, and up to 64 bytes more. A step of one row has
 // no two slots in an expert.
-std::size_t Products::quantized_bytes(const Config& c, std::int64_t M) const {
-  if (!packed_) return 0;
+std::size_t Products::most_bytes(const Config& c, std::int64_t M) {
   const std::size_t dense = act_bytes(widest_input(c), M);
   if (c.n_expert == 0) return dense;
   const std::int64_t slots = M * c.n_slots();

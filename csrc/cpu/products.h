@@ -45,7 +45,11 @@ class Products {
   const MatrixView& matrix(const Matrix& w) const { return matrices_[w.index]; }
   bool packed() const { return packed_; }
   std::size_t packed_bytes() const;
-  std::size_t quantized_bytes(const Config& c, std::int64_t M) const;
+  std::size_t quantized_bytes(const Config& c, std::int64_t M) const {
+    return packed_ ? most_bytes(c, M) : 0;
+  }
+  // What the inputs of a step's products take at most, one operation's at a time.
+  static std::size_t most_bytes(const Config& c, std::int64_t M);
   std::size_t scratch_bytes() const {
     return scratch_.size() * sizeof(Line) + matrices_.size() * sizeof(MatrixView);
   }
