@@ -41,7 +41,9 @@ const char* scaling_name(RopeScaling scaling) {
 Rope rope_from(const py::dict& d) {
   Rope r;
   const std::string name = d["scaling"].cast<std::string>();
-  r.scaling = std::ranges::find(kScalings, name, &std::pair<const char*, RopeScaling>::first)->second;
+  const auto* found = std::ranges::find(kScalings, name, &std::pair<const char*, RopeScaling>::first);
+  if (found == std::end(kScalings)) throw InvalidArgument("rope: there is no scaling '" + name + "'");
+  r.scaling = found->second;
   const std::pair<const char*, double*> numbers[] = {{"base", &r.base},
                                                      {"factor", &r.factor},
                                                      {"original", &r.original},
@@ -50,7 +52,7 @@ Rope rope_from(const py::dict& d) {
                                                      {"beta_slow", &r.beta_slow},
                                                      {"low_freq_factor", &r.low_freq_factor},
                                                      {"high_freq_factor", &r.high_freq_factor}};
-  r.base = r.factor = 0.0;  // set_rope() knows better
+  r.base = r.factor = 0.0;  // the file's, and what the scaling's default is
   for (const auto& [key, to] : numbers) {
     if (d.contains(key)) *to = d[key].cast<double>();
   }

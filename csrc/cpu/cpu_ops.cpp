@@ -23,8 +23,6 @@ using cpu::Product;
 const std::uint8_t* u8(const std::byte* p) { return reinterpret_cast<const std::uint8_t*>(p); }
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-std::size_t aligned(std::size_t n) { return (n + 63) / 64 * 64; }
-
 float dot(std::span<const float> a, std::span<const float> b) {
   double sum = 0.0;
   for (std::size_t i = 0; i < a.size(); ++i) sum += static_cast<double>(a[i]) * static_cast<double>(b[i]);
@@ -278,40 +276,43 @@ class CpuOps final : public Ops {
     for (std::size_t i = 0; i < x.size(); ++i) x[i] += c.residual_scale * y[i];
   }
 
-  // The products of all experts' runs: rows(run) is their input [n, cols], each(run, x, begin, end, thread)
-  // multiplies groups of it. `matrix` tells how many there are.
-  template <class Rows, class Each>
+  // The products of all experts' runs. `matrix` tells how many groups of rows there are; rows(run) is the
+  // input [n, cols], quantized where wants(run); each(run, x, begin, end) multiplies groups of it.
+  template <class Wants, class Rows, class Each>
   void for_each_expert(const Config& c, const LayerWeights& w, const Step& s, Matrix FeedForward::* matrix,
-                       Rows rows, Each each, int thread, Claims& claims) {
-    // 0 where the run's matrices read their input as it is, which may be no whole number of blocks.
-    const auto quantized_bytes = [&](const ExpertRun& r) {
-      const bool quantize = products_.want_quantized(r.network, matrix);
-      return quantize ? aligned(cpu::act_bytes((r.network.*matrix).cols, r.n)) : 0;
-    };
-    std::size_t at = 0;
+                       Wants wants, Rows rows, Each each, int thread, Claims& claims) {
+    std::size_t at = 0;  // in Activations::quantized
     for_each_run(c, w, s, [&](const ExpertRun& r) {
+      if (!wants(r)) return;
       const std::int32_t cols = (r.network.*matrix).cols;
-      const std::size_t bytes = quantized_bytes(r);
-      for (std::int64_t j = 0; bytes > 0 && j < r.n; ++j) {
+      for (std::int64_t j = 0; j < r.n; ++j) {
         if ((r.first + j) % team_.size() != thread) continue;
         k_.quantize(rows(r) + j * cols, cols, s.a.quantized.data() + at, j, r.n);
       }
-      at += bytes;
+      at += cpu::run_bytes(cols, r.n);
     });
-    if (at > 0) team_.barrier();
+    team_.barrier();
     for (std::int64_t begin, end; claims.take(thread, begin, end);) {
       std::int64_t first = 0;
       at = 0;
       for_each_run(c, w, s, [&](const ExpertRun& r) {
-        const std::int64_t last = first + products_.matrix(r.network.*matrix).groups();
+        const MatrixView& view = products_.matrix(r.network.*matrix);
+        const std::int64_t last = first + view.groups();
         const std::int64_t from = std::clamp(begin, first, last), to = std::clamp(end, first, last);
-        const std::size_t bytes = quantized_bytes(r);
-        const Input x{rows(r), bytes > 0 ? s.a.quantized.data() + at : nullptr, size(r.n)};
-        if (from < to) each(r, x, from - first, to - first);
+        const bool quantized = wants(r);
+        if (from < to) {
+          const Input x{rows(r), quantized ? s.a.quantized.data() + at : nullptr, size(r.n)};
+          each(r, x, from - first, to - first);
+        }
         first = last;
-        at += bytes;
+        if (quantized) at += cpu::run_bytes(view.cols, r.n);
       });
     }
+  }
+
+  bool wants_quantized(const Matrix& m) const {
+    const Product one[] = {products_.product(m, {}, {})};
+    return cpu::Products::want_quantized(one);
   }
 
   Claims expert_claims(const Config& c, const LayerWeights& w, const Step& s,
@@ -333,6 +334,9 @@ class CpuOps final : public Ops {
       team_.barrier();
       for_each_expert(
           c, w, s, &FeedForward::gate,
+          [&](const ExpertRun& r) {
+            return wants_quantized(r.network.gate) || wants_quantized(r.network.up);
+          },
           [&](const ExpertRun& r) { return &s.a.expert_x[size(r.first * c.n_embd)]; },
           [&](const ExpertRun& r, const Input& x, std::int64_t begin, std::int64_t end) {
             const FeedForward& n = r.network;
@@ -348,7 +352,8 @@ class CpuOps final : public Ops {
     const std::size_t n_slots = size(c.n_slots());
     team_.run([&](int thread) {
       for_each_expert(
-          c, w, s, &FeedForward::down, [&](const ExpertRun& r) { return &s.a.gate[r.gate]; },
+          c, w, s, &FeedForward::down, [&](const ExpertRun& r) { return wants_quantized(r.network.down); },
+          [&](const ExpertRun& r) { return &s.a.gate[r.gate]; },
           [&](const ExpertRun& r, const Input& x, std::int64_t begin, std::int64_t end) {
             const Product down[] = {products_.product(r.network.down, r.network.down_bias,
                                                       s.a.expert_x.subspan(size(r.first * c.n_embd)))};

@@ -46,9 +46,9 @@ std::size_t Products::packed_bytes() const {
   return bytes;
 }
 
-// With experts the rows of each begin at an aligned place and are filled up to a whole tile.
-std::size_t Products::quantized_bytes(const Config& c, std::int64_t M) const {
-  if (!packed_) return 0;
+// With experts the rows of each take run_bytes(): whole tiles, and up to 64 bytes more. A step of one row has
+// no two slots in an expert.
+std::size_t Products::most_bytes(const Config& c, std::int64_t M) {
   const std::size_t dense = act_bytes(widest_input(c), M);
   if (c.n_expert == 0) return dense;
   const std::int64_t slots = M * c.n_slots();
@@ -101,12 +101,6 @@ Claims Products::claims(std::span<const Product> products, std::size_t M) const 
 bool Products::want_quantized(std::span<const Product> products) {
   return std::any_of(products.begin(), products.end(),
                      [](const Product& p) { return p.w->packed && gguf::traits(p.w->type).block_size > 1; });
-}
-
-bool Products::want_quantized(const FeedForward& n, Matrix FeedForward::* matrix) const {
-  const Product p[] = {product(n.*matrix, {}, {}),
-                       product(matrix == &FeedForward::gate ? n.up : n.*matrix, {}, {})};
-  return want_quantized(p);
 }
 
 Input Products::normed(const Config& c, const Vector& weight, const Step& s,

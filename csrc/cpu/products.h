@@ -22,6 +22,11 @@ struct Input {
   std::size_t M;
 };
 
+// Where in Activations::quantized the rows of one expert end, that begin at 0: [n, cols] quantized.
+constexpr std::size_t run_bytes(std::int32_t cols, std::int64_t n) {
+  return (act_bytes(cols, n) + 63) / 64 * 64;
+}
+
 // y [M, rows] (+)= w x + bias, or into a row of its own for every token.
 struct Product {
   const MatrixView* w;
@@ -40,7 +45,11 @@ class Products {
   const MatrixView& matrix(const Matrix& w) const { return matrices_[w.index]; }
   bool packed() const { return packed_; }
   std::size_t packed_bytes() const;
-  std::size_t quantized_bytes(const Config& c, std::int64_t M) const;
+  std::size_t quantized_bytes(const Config& c, std::int64_t M) const {
+    return packed_ ? most_bytes(c, M) : 0;
+  }
+  // What the inputs of a step's products take at most, one operation's at a time.
+  static std::size_t most_bytes(const Config& c, std::int64_t M);
   std::size_t scratch_bytes() const {
     return scratch_.size() * sizeof(Line) + matrices_.size() * sizeof(MatrixView);
   }
@@ -51,9 +60,6 @@ class Products {
 
   // Whether one of them reads its input quantized.
   static bool want_quantized(std::span<const Product> products);
-
-  // The same of a network's matrix; gate and up have one input.
-  bool want_quantized(const FeedForward& n, Matrix FeedForward::* matrix) const;
 
   // The groups of all products' rows, in parts for the threads.
   Claims claims(std::span<const Product> products, std::size_t M) const;

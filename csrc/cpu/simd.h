@@ -347,10 +347,11 @@ inline f32x16 exp(f32x16 x) {
   return p * exp2_integer(n);
 }
 
-// cap tanh(x / cap), with tanh y = 1 - 2 / (e^(2 y) + 1).
+// cap tanh(x / cap), with tanh y = 1 - 2 / (e^(2 y) + 1). NaN for what is not finite, which must not look as
+// if it were.
 inline f32x16 soft_capped(f32x16 x, float cap) {
   const f32x16 power = exp(x * set1(2.0f / cap));
-  return set1(cap) - set1(2.0f * cap) / (power + set1(1.0f));
+  return fma(x, set1(0.0f), set1(cap) - set1(2.0f * cap) / (power + set1(1.0f)));
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ std::int64_t saved_from(const SessionOptions& o, const kv::Ring& ring, std::int6
 // f(first slot, n) for runs of consecutive slots that hold, in ascending position, what is saved at position
 // p.
 template <class F>
-void for_each_run(const SessionOptions& o, const kv::Ring& ring, std::int64_t p, F f) {
+void for_each_saved_run(const SessionOptions& o, const kv::Ring& ring, std::int64_t p, F f) {
   const auto run = [&](std::int64_t begin, std::int64_t end) {
     while (begin < end) {
       const std::int64_t slot = ring.slot(begin);
@@ -61,7 +61,7 @@ template <class F>
 void for_each_piece(const Session::Impl& s, F f) {
   const SessionMemory& m = s.memory;
   const std::int64_t p = s.position;
-  for_each_run(s.options, s.text_ring(), p, [&](std::int64_t slot, std::int64_t n) {
+  for_each_saved_run(s.options, s.text_ring(), p, [&](std::int64_t slot, std::int64_t n) {
     f(std::as_writable_bytes(m.ids.subspan(size(slot), size(n))));
   });
   if (s.has_logits) f(std::as_writable_bytes(m.logits[s.current]));
@@ -71,11 +71,11 @@ void for_each_piece(const Session::Impl& s, F f) {
     for (std::int32_t head = 0; head < l.n_head_kv; ++head) {
       for (const kv::Rows& rows : {m.cache.k(layer, head), m.cache.v(layer, head)}) {
         const std::int64_t row = l.head_dim * static_cast<std::int64_t>(element_bytes(rows.format));
-        for_each_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
+        for_each_saved_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
           f(std::span(reinterpret_cast<std::byte*>(rows.data) + slot * row, size(n * row)));
         });
         if (!rows.scales) continue;
-        for_each_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
+        for_each_saved_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
           f(std::span(reinterpret_cast<std::byte*>(rows.scales) + 2 * slot, size(2 * n)));
         });
       }
@@ -140,7 +140,9 @@ SessionOptions options_of(const Header& h, const Config& c, std::int32_t last_re
   within("the mark for logits", h.has_logits, 0, 1);
   within("chunk", h.chunk, 1, h.n_ctx);
   within("position", h.position, 0, h.slides ? std::int64_t{1} << 60 : h.n_ctx);
-  within("the regime of its RoPE", h.regime, -1, last_regime);
+  // One that slides has angles that do not depend on its length.
+  const bool one_regime = h.slides || last_regime == 0;
+  within("the regime of its RoPE", h.regime, one_regime ? 0 : -1, one_regime ? 0 : last_regime);
   if (h.has_logits && h.position == 0) refuse("it has logits, but no tokens");
   return {.n_ctx = h.n_ctx,
           .chunk = h.chunk,
@@ -192,7 +194,7 @@ std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const
   for (std::int32_t i = 0; i <= c.n_layer; ++i)
     s.memory.held_from[size(i)] = saved_from(o, s.ring(i), h.position);
   for_each_piece(s, [&](std::span<std::byte> piece) { read(piece); });
-  for_each_run(s.options, s.text_ring(), h.position, [&](std::int64_t slot, std::int64_t n) {
+  for_each_saved_run(s.options, s.text_ring(), h.position, [&](std::int64_t slot, std::int64_t n) {
     for (const std::int32_t id : s.memory.ids.subspan(size(slot), size(n))) {
       if (id < 0 || id >= c.n_vocab) refuse("it has the token id " + std::to_string(id));
     }

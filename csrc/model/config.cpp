@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -15,10 +16,7 @@ namespace ringlm {
 namespace {
 
 constexpr std::int64_t kMaxDim = 1 << 24;  // far above any model; products of two stay inside 64 bits
-// Products of dimensions are sizes of matrices and caches; they must stay inside 32 bits.
-constexpr std::int64_t kMaxWidth = std::numeric_limits<std::int32_t>::max() / 4;
-constexpr std::int32_t kMaxExperts = 1 << 12;  // so must the slots of a step (ops/ops.h)
-constexpr double kLeastLongRope = 2.0;         // its factor divides by the logarithm of the length
+constexpr std::int32_t kMaxExperts = 1 << 14;
 constexpr std::int32_t kMaxHeadDim = 1 << 14;  // every thread holds a tile of keys and values as float32
 
 struct Keys {
@@ -30,12 +28,9 @@ struct Keys {
   // A count that must be in [1, kMaxDim]. `fallback` < 0 makes the key required.
   std::int32_t count(const char* key, std::int64_t fallback = -1) const {
     const std::string name = full(key);
-    if (const gguf::Value* v = file.find(name); v && v->type == gguf::ValueType::Array) {
-      throw UnsupportedModelError(
-          "'" + name + "' is an array of " + std::to_string(v->count) +
-          " values (one per layer); only models whose layers all have the same shape are supported");
-    }
-    const auto found = file.get_uint(name);
+    const gguf::Value* v = file.find(name);
+    const bool is_array = v && v->type == gguf::ValueType::Array;
+    const auto found = is_array ? same_for_all(name, *v) : file.get_uint(name);
     if (!found && fallback < 0) {
       throw FileFormatError("key '" + name + "' is missing; the architecture '" + arch +
                             "' needs it: convert the model again");
@@ -46,6 +41,18 @@ struct Keys {
                             std::to_string(kMaxDim));
     }
     return static_cast<std::int32_t>(n);
+  }
+
+  // The value of every layer, where it is one and the same.
+  static std::optional<std::uint64_t> same_for_all(const std::string& name, const gguf::Value& array) {
+    const std::vector<std::int64_t> values = gguf::to_ints(array, name);
+    if (values.empty() || values[0] < 0 ||
+        std::ranges::any_of(values, [&](std::int64_t x) { return x != values[0]; })) {
+      throw UnsupportedModelError(
+          "'" + name + "' is an array of " + std::to_string(values.size()) +
+          " values (one per layer); only models whose layers all have the same shape are supported");
+    }
+    return static_cast<std::uint64_t>(values[0]);
   }
 
   // A number that must be in [least, most].
@@ -59,18 +66,24 @@ struct Keys {
     return x;
   }
 
-  // The same where 0 means that the file does not say.
-  double number_or(const char* key, double fallback, double least, double most) const {
-    const double x = file.get_float(full(key)).value_or(0.0);
-    return x == 0.0 ? fallback : number(key, 0.0, least, most);
+  // The same, or 0.
+  double number_or_0(const char* key, double fallback, double least, double most) const {
+    return file.get_float(full(key)).value_or(fallback) == 0.0 ? 0.0 : number(key, fallback, least, most);
   }
 
+  // 0 is how some files say that there is none.
   float scale(const char* key, double fallback) const {
-    return static_cast<float>(number_or(key, fallback, 1e-9, 1e9));
+    const double x = number_or_0(key, 0.0, 1e-9, 1e9);
+    return static_cast<float>(x == 0.0 ? fallback : x);
+  }
+
+  // 0: none. In float32, capped values are off by 1e-7 of the cap.
+  float cap(const char* key, double fallback) const {
+    return static_cast<float>(number_or_0(key, fallback, 1e-3, 1e3));
   }
 
   // n of them, one for each layer.
-  std::vector<bool> flags(const std::string& name, const gguf::Value& array, std::size_t n) const {
+  static std::vector<bool> flags(const std::string& name, const gguf::Value& array, std::size_t n) {
     const std::vector<std::int64_t> found = gguf::to_ints(array, "'" + name + "'");
     if (found.size() != n) {
       throw FileFormatError("'" + name + "' has " + std::to_string(found.size()) + " values; the " +
@@ -121,13 +134,15 @@ bool ordered(double fast, double slow) { return slow > 0.0 && fast > slow; }
 
 // A type that is not known must not be ignored: the model would run and answer nonsense beyond its first few
 // thousand tokens.
-Rope read_rope(const Keys& keys, const Config& c) {
+Rope read_rope(const Keys& keys, const Architecture& a, const Config& c) {
   Rope rope;
   rope.base = keys.number("rope.freq_base", 10000.0, 1.0, 1e30);
   rope.original = keys.number("rope.scaling.original_context_length", c.n_ctx_train, 1.0, 1e9);
   rope.factors = rope_factors(keys.file, kRopeTensors[0], c.rope_dims);
   const double legacy = keys.number("rope.scale_linear", 1.0, 1.0, 1024.0);
-  const double factor = keys.number("rope.scaling.factor", legacy, 1.0, 1024.0);
+  const bool none = keys.file.get_float(keys.full("rope.scaling.factor")) == 0.0;  // as some files say it
+  const double factor = none ? 1.0 : keys.number("rope.scaling.factor", legacy, 1.0, 1024.0);
+  const double attn_factor = keys.number_or_0("rope.scaling.attn_factor", 0.0, 1e-3, 1024.0);  // 0: none
   std::vector<float> short_factors = rope_factors(keys.file, kRopeTensors[1], c.rope_dims);
   std::vector<float> long_factors = rope_factors(keys.file, kRopeTensors[2], c.rope_dims);
   if (short_factors.empty() != long_factors.empty()) {
@@ -136,11 +151,8 @@ Rope read_rope(const Keys& keys, const Config& c) {
   }
   const std::string type_key = keys.full("rope.scaling.type");
   const std::string fallback = long_factors.empty() ? "linear" : "longrope";
-  const std::string type(keys.file.get_string(type_key).value_or(fallback));
-  if (type != "longrope" && !long_factors.empty()) {
-    throw FileFormatError("'" + type_key + "' is '" + type + "', but there is a tensor '" + kRopeTensors[2] +
-                          "', which LongRoPE alone has");
-  }
+  std::string type(keys.file.get_string(type_key).value_or(fallback));
+  if (type == "none" && !long_factors.empty()) type = "longrope";
   if (type == "longrope") {
     if (long_factors.empty()) {
       throw FileFormatError("'" + type_key + "' is 'longrope', but tensor '" + kRopeTensors[2] +
@@ -150,10 +162,13 @@ Rope read_rope(const Keys& keys, const Config& c) {
       throw FileFormatError(std::string("tensor '") + kRopeTensors[0] + "' and tensor '" + kRopeTensors[2] +
                             "' contradict each other: both have factors for all texts");
     }
+    if (rope.original < 2.0) {
+      throw FileFormatError("'" + keys.full("rope.scaling.original_context_length") + "' is " +
+                            Keys::text(rope.original) + "; expected 2 or more");
+    }
     rope.scaling = RopeScaling::LongRope;
-    rope.original = keys.number("rope.scaling.original_context_length", c.n_ctx_train, kLeastLongRope, 1e9);
     rope.factor = std::max(1.0, c.n_ctx_train / rope.original);
-    rope.attn_factor = keys.number_or("rope.scaling.attn_factor", 0.0, 1e-3, 1024.0);
+    rope.attn_factor = attn_factor;
     rope.factors = std::move(short_factors);
     rope.long_factors = std::move(long_factors);
     return rope;
@@ -162,12 +177,15 @@ Rope read_rope(const Keys& keys, const Config& c) {
     throw UnsupportedModelError("'" + type_key + "' is '" + type +
                                 "'; supported are 'none', 'linear', 'yarn' and 'longrope'");
   }
+  if (!long_factors.empty()) {
+    throw UnsupportedModelError(std::string("tensor '") + kRopeTensors[2] + "' belongs to LongRoPE, but '" +
+                                type_key + "' is '" + type + "'");
+  }
   if (type != "yarn" || factor == 1.0) {
-    if (const double x = keys.number_or("rope.scaling.attn_factor", 1.0, 1e-3, 1024.0); x != 1.0) {
-      throw FileFormatError("'" + keys.full("rope.scaling.attn_factor") + "' is " + Keys::text(x) +
-                            "; only YaRN and LongRoPE have such a factor");
-    }
-    if (type == "linear" && factor != 1.0) rope.scaling = RopeScaling::Linear, rope.factor = factor;
+    rope.attn_factor = attn_factor;
+    if (type == "none" || factor == 1.0) return rope;
+    rope.scaling = RopeScaling::Linear;
+    rope.factor = factor;
     return rope;
   }
   rope.factor = factor;
@@ -180,10 +198,11 @@ Rope read_rope(const Keys& keys, const Config& c) {
                           "' is " + Keys::text(rope.beta_slow) +
                           "; expected the former to be larger, both positive");
   }
-  // The file's is a multiple of the formula's.
-  const double attn_factor = keys.number("rope.scaling.attn_factor", 1.0, 1e-6, 1024.0) *
-                             keys.number("rope.scaling.yarn_attn_factor", 1.0, 1e-6, 1024.0);
-  if (attn_factor != 1.0) rope.attn_factor = attn_factor * (0.1 * std::log(factor) + 1.0);
+  // The file's is a multiple of the formula's, but for files of OLMo 3 that have the formula's itself.
+  const double formula = 0.1 * std::log(factor) + 1.0;
+  const bool absolute = a.window_rope_plain && std::fabs(attn_factor - formula) < 1e-4;
+  rope.attn_factor = formula * (attn_factor == 0.0 || absolute ? 1.0 : attn_factor) *
+                     keys.number("rope.scaling.yarn_attn_factor", 1.0, 1e-6, 1024.0);
   if (const double x = keys.number("rope.scaling.yarn_log_multiplier", 0.0, -1e6, 1e6); x != 0.0) {
     throw UnsupportedModelError("'" + keys.full("rope.scaling.yarn_log_multiplier") + "' is " +
                                 Keys::text(x) + "; models with it are not supported");
@@ -200,12 +219,14 @@ Rope read_rope(const Keys& keys, const Config& c) {
 std::vector<std::int32_t> read_windows(const Keys& keys, const Architecture& a, std::int32_t n_layer) {
   const auto n = static_cast<std::size_t>(n_layer);
   const std::string window_key = keys.full("attention.sliding_window");
-  if (keys.file.get_uint(window_key).value_or(0) == 0) return std::vector<std::int32_t>(n, 0);
-  std::vector<std::int32_t> windows(n, keys.count("attention.sliding_window"));
+  const std::uint64_t window = keys.file.get_uint(window_key).value_or(static_cast<std::uint64_t>(a.window));
+  if (window == 0) return std::vector<std::int32_t>(n, 0);
+  // Some files say "none" by a number that no text reaches.
+  std::vector<std::int32_t> windows(n, static_cast<std::int32_t>(std::min<std::uint64_t>(window, kMaxDim)));
   const std::string pattern_key = keys.full("attention.sliding_window_pattern");
   const gguf::Value* pattern = keys.file.find(pattern_key);
   if (pattern && pattern->type == gguf::ValueType::Array) {
-    const std::vector<bool> has = keys.flags(pattern_key, *pattern, n);
+    const std::vector<bool> has = Keys::flags(pattern_key, *pattern, n);
     for (std::size_t i = 0; i < n; ++i) {
       if (!has[i]) windows[i] = 0;
     }
@@ -227,24 +248,21 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
     throw UnsupportedModelError("'" + name + "' is " + std::to_string(c.n_expert) + "; in '" +
                                 c.architecture + "' experts are not supported");
   }
-  if (c.n_expert > kMaxExperts) {
-    throw UnsupportedModelError("'" + name + "' is " + std::to_string(c.n_expert) + "; at most " +
-                                std::to_string(kMaxExperts) + " are supported");
-  }
   c.n_expert_used = keys.count("expert_used_count");
   if (c.n_expert_used > c.n_expert) {
     throw FileFormatError("'" + keys.full("expert_used_count") + "' is " + std::to_string(c.n_expert_used) +
                           "; there are " + std::to_string(c.n_expert) + " experts");
   }
-  c.n_ff_expert = keys.count("expert_feed_forward_length", c.n_ff);
-  if (keys.file.get_uint(keys.full("expert_shared_feed_forward_length")).value_or(0) != 0) {
-    c.n_ff_shared = keys.count("expert_shared_feed_forward_length");
-  }
+  c.n_ff_expert = keys.count("expert_feed_forward_length", c.n_ff / (a.narrow_experts ? c.n_expert_used : 1));
+  const std::uint64_t shared = keys.file.get_uint(keys.full("expert_shared_feed_forward_length"))
+                                   .value_or(a.shared_expert ? static_cast<std::uint64_t>(c.n_ff) : 0);
+  if (shared != 0) c.n_ff_shared = keys.count("expert_shared_feed_forward_length", c.n_ff);
   const std::int64_t width = std::int64_t{c.n_expert_used} * c.n_ff_expert + c.n_ff_shared;
-  if (width > kMaxWidth) {
-    throw FileFormatError("'" + keys.full("expert_used_count") + "' times '" +
-                          keys.full("expert_feed_forward_length") + "' is " + std::to_string(width) +
-                          "; expected at most " + std::to_string(kMaxWidth));
+  if (c.n_expert > kMaxExperts || width > kMaxDim) {
+    throw FileFormatError("'" + name + "' is " + std::to_string(c.n_expert) +
+                          " and the experts of a token are " + std::to_string(width) +
+                          " wide together; expected at most " + std::to_string(kMaxExperts) + " and " +
+                          std::to_string(kMaxDim));
   }
   // No buffer is made for what no layer has, and no tensor confirms.
   const auto has_router = [&](std::int32_t layer) {
@@ -259,6 +277,10 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
     throw UnsupportedModelError("'" + keys.full("expert_gating_func") + "' is " + std::to_string(f) +
                                 "; supported is 1, softmax");
   }
+  if (const auto n = keys.file.get_uint(keys.full("expert_group_count")).value_or(0); n > 1) {
+    throw UnsupportedModelError("'" + keys.full("expert_group_count") + "' is " + std::to_string(n) +
+                                "; only 1 is supported");
+  }
   if (const double x = keys.file.get_float(keys.full("expert_weights_scale")).value_or(0.0);
       x != 0.0 && x != 1.0) {
     throw UnsupportedModelError("'" + keys.full("expert_weights_scale") + "' is " + Keys::text(x) +
@@ -268,8 +290,7 @@ void read_experts(const Keys& keys, const Architecture& a, Config& c) {
 
 // The trained length times the scaling, unless the file's length is that already.
 std::int64_t context_limit(const Config& c, const Rope& rope) {
-  const bool scaled = rope.scaling != RopeScaling::None && rope.scaling != RopeScaling::LongRope;
-  const double scaled_length = scaled ? rope.original * rope.factor : 0.0;
+  const double scaled_length = rope.scaling == RopeScaling::None ? 0.0 : rope.original * rope.factor;
   return std::max<std::int64_t>(c.n_ctx_train, static_cast<std::int64_t>(scaled_length));
 }
 
@@ -331,6 +352,8 @@ Config read_config(const gguf::File& file) {
                                 keys.full("attention.value_length") + "' is " + std::to_string(v) +
                                 "; both must have the same size");
   }
+  // Products of these are sizes of matrices and caches; they must stay inside 32 bits.
+  constexpr std::int64_t kMaxWidth = std::numeric_limits<std::int32_t>::max() / 4;
   if (std::int64_t{c.n_head} * c.head_dim > kMaxWidth) {
     throw FileFormatError("'" + keys.full("attention.head_count") + "' times the head size is " +
                           std::to_string(std::int64_t{c.n_head} * c.head_dim) + "; expected at most " +
@@ -346,7 +369,7 @@ Config read_config(const gguf::File& file) {
     throw FileFormatError("'" + keys.full("rope.dimension_count") + "' is " + std::to_string(c.rope_dims) +
                           "; expected an even number up to the head size " + std::to_string(c.head_dim));
   }
-  c.ropes = {read_rope(keys, c)};
+  c.ropes = {read_rope(keys, a, c)};
   if (a.context_is_scaled && !file.find(keys.full("rope.scaling.original_context_length"))) {
     c.ropes[0].original = c.n_ctx_train / c.ropes[0].factor;
   }
@@ -356,8 +379,12 @@ Config read_config(const gguf::File& file) {
   for (std::size_t i = 0; a.rope_period > 0 && i < c.rope_of.size(); ++i) {
     if (static_cast<std::int32_t>(i) % a.rope_period == a.rope_period - 1) c.rope_of[i] = -1;
   }
-  const double window_base = keys.number_or("rope.freq_base_swa", a.window_rope_base, 1.0, 1e30);
-  if (window_base != 0.0) {
+  if (a.finetuned_means_rope && !file.get_bool(keys.full("rope.scaling.finetuned")).value_or(true)) {
+    std::ranges::fill(c.rope_of, -1);
+  }
+  const double own_base = a.window_rope_plain ? c.ropes[0].base : a.window_rope_base;
+  const double window_base = keys.number_or_0("rope.freq_base_swa", own_base, 1.0, 1e30);
+  if (window_base != 0.0 && std::ranges::any_of(c.windows, [](std::int32_t w) { return w > 0; })) {
     Rope local;
     local.base = window_base;
     local.original = c.n_ctx_train;
@@ -378,15 +405,14 @@ Config read_config(const gguf::File& file) {
   c.embedding_scale = keys.scale("embedding_scale", a.scaled_embedding ? std::sqrt(c.n_embd) : 1.0);
   c.residual_scale = keys.scale("residual_scale", 1.0);
   c.logit_scale = 1.0f / keys.scale("logit_scale", 1.0);
-  // In float32, capped values are off by 1e-7 of the cap.
-  c.attn_softcap = static_cast<float>(keys.number_or("attn_logit_softcapping", 0.0, 1e-3, 1e3));
-  c.final_softcap = static_cast<float>(keys.number_or("final_logit_softcapping", 0.0, 1e-3, 1e3));
+  c.attn_softcap = keys.cap("attn_logit_softcapping", a.attn_softcap);
+  c.final_softcap = keys.cap("final_logit_softcapping", a.final_softcap);
 
   // Features that change the arithmetic and that nothing here computes.
-  for (const char* key : {"attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
-                          "router_logit_softcapping", "attention.temperature_length",
-                          "attention.key_length_mla", "attention.key_length_swa",
-                          "attention.shared_kv_layers", "expert_group_count", "leading_dense_block_count"}) {
+  for (const char* key :
+       {"attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale",
+        "router_logit_softcapping", "attention.temperature_length", "attention.key_length_mla",
+        "attention.key_length_swa", "attention.shared_kv_layers", "leading_dense_block_count"}) {
     if (const double x = file.get_float(keys.full(key)).value_or(0.0); x != 0.0) {
       throw UnsupportedModelError("'" + keys.full(key) + "' is " + Keys::text(x) +
                                   "; models with it are not supported");
@@ -407,13 +433,12 @@ void set_rope(Config& c, const Rope& rope) {
   const Rope& own = c.ropes[0];
   if (r.base == 0.0) r.base = own.base;
   if (r.original == 0.0) r.original = own.original;
-  if (r.factor == 0.0) {
-    r.factor = r.scaling == RopeScaling::LongRope ? std::max(1.0, c.n_ctx_train / r.original) : 1.0;
-  }
+  const bool is_long = r.scaling == RopeScaling::LongRope;
+  if (r.factor == 0.0) r.factor = is_long ? std::max(1.0, c.n_ctx_train / r.original) : 1.0;
   require(r.base >= 1.0 && r.base <= 1e30, "base is " + Keys::text(r.base) + "; expected 1 to 1e30");
   require(r.factor >= 1.0 && r.factor <= 1024.0,
           "factor is " + Keys::text(r.factor) + "; expected 1 to 1024");
-  const double least = r.scaling == RopeScaling::LongRope ? kLeastLongRope : 1.0;
+  const double least = is_long ? 2.0 : 1.0;
   require(r.original >= least && r.original <= 1e9, "the original length is " + Keys::text(r.original) +
                                                         "; expected " + Keys::text(least) + " to 1e9 tokens");
   require(r.attn_factor >= 0.0 && r.attn_factor <= 1024.0,
@@ -424,9 +449,8 @@ void set_rope(Config& c, const Rope& rope) {
   require(ordered(r.high_freq_factor, r.low_freq_factor),
           "high_freq_factor is " + Keys::text(r.high_freq_factor) + " and low_freq_factor " +
               Keys::text(r.low_freq_factor) + "; expected the former to be larger, both positive");
-  const bool pairs_need = r.scaling == RopeScaling::LongRope;
   for (const std::vector<float>* factors : {&r.factors, &r.long_factors}) {
-    require(factors->size() == static_cast<std::size_t>(c.rope_dims / 2) || (factors->empty() && !pairs_need),
+    require(factors->size() == static_cast<std::size_t>(c.rope_dims / 2) || (factors->empty() && !is_long),
             "there are " + std::to_string(factors->size()) + " factors; expected one for each of the " +
                 std::to_string(c.rope_dims / 2) + " pairs of a head");
     for (const float f : *factors) {

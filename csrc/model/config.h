@@ -12,8 +12,8 @@ namespace ringlm {
 Config read_config(const gguf::File& file);
 
 // The angles of all layers but those that have their own for a window, instead of the file's. A base or
-// original length of 0 stays the file's, a factor of 0 is the one that goes without saying. Throws
-// InvalidArgument for a number out of range.
+// original length of 0 stays the file's; a factor of 0 is 1, and for LongRoPE the trained length over the
+// original one. Throws InvalidArgument for a number out of range.
 void set_rope(Config& config, const Rope& rope);
 
 }  // namespace ringlm

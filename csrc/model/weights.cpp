@@ -39,9 +39,9 @@ class Binder {
     return parts;
   }
 
-  // Matrix number i of a tensor [n, rows, cols].
-  Matrix layer_of(const std::string& name, std::int32_t i, std::int32_t n, std::int32_t rows,
-                  std::int32_t cols) {
+  // Matrix i of a tensor [n, rows, cols].
+  Matrix expert_of(const std::string& name, std::int32_t i, std::int32_t n, std::int32_t rows,
+                   std::int32_t cols) {
     const gguf::Tensor& t = required(name);
     check_shape(t, rows, cols, n);
     return slice(t, std::int64_t{i} * rows, rows, cols);
@@ -71,8 +71,9 @@ class Binder {
   void check_all_used() const {
     for (const gguf::Tensor& t : file_.tensors()) {
       // Old files carry RoPE's own tables; its factors are in the Config.
-      if (used_.count(&t) || t.name.ends_with(".attn_rot_embd.freqs") || t.name == "rope_freqs.weight" ||
-          t.name == "rope_factors_short.weight" || t.name == "rope_factors_long.weight") {
+      const bool rope = t.name == "rope_freqs.weight" || t.name == "rope_factors_short.weight" ||
+                        t.name == "rope_factors_long.weight" || t.name.ends_with(".attn_rot_embd.freqs");
+      if (used_.count(&t) || rope) {
         continue;
       }
       throw UnsupportedModelError("tensor '" + std::string(t.name) +
@@ -177,12 +178,17 @@ void bind_feed_forward(Binder& b, const Config& c, const std::string& p, LayerWe
     w.ff = bind_network(b, c, p, "", c.n_ff);
     return;
   }
+  if (b.has(p + "ffn_gate.0.weight")) {
+    throw UnsupportedModelError("tensor '" + p +
+                                "ffn_gate.0.weight' is of a layout that is no longer made, "
+                                "with a tensor for each expert: convert the model again");
+  }
   w.router = b.matrix(p + "ffn_gate_inp.weight", c.n_expert, c.n_embd);
   for (std::int32_t i = 0; i < c.n_expert; ++i) {
     FeedForward& n = w.experts.emplace_back();
-    n.gate = b.layer_of(p + "ffn_gate_exps.weight", i, c.n_expert, c.n_ff_expert, c.n_embd);
-    n.up = b.layer_of(p + "ffn_up_exps.weight", i, c.n_expert, c.n_ff_expert, c.n_embd);
-    n.down = b.layer_of(p + "ffn_down_exps.weight", i, c.n_expert, c.n_embd, c.n_ff_expert);
+    n.gate = b.expert_of(p + "ffn_gate_exps.weight", i, c.n_expert, c.n_ff_expert, c.n_embd);
+    n.up = b.expert_of(p + "ffn_up_exps.weight", i, c.n_expert, c.n_ff_expert, c.n_embd);
+    n.down = b.expert_of(p + "ffn_down_exps.weight", i, c.n_expert, c.n_embd, c.n_ff_expert);
   }
   if (c.n_ff_shared == 0) return;
   w.experts.push_back(bind_network(b, c, p, "_shexp", c.n_ff_shared));
@@ -210,7 +216,7 @@ LayerWeights bind_layer(Binder& b, const Config& c, std::int32_t layer) {
 }  // namespace
 
 Weights bind_weights(const gguf::File& file, const Config& c) {
-  // Every layer has nine tensors; a count that the file cannot hold must not make us allocate.
+  // Every layer has some tensors; a count that the file cannot hold must not make us allocate.
   if (static_cast<std::size_t>(c.n_layer) > file.tensors().size()) {
     throw FileFormatError("'" + c.architecture + ".block_count' is " + std::to_string(c.n_layer) +
                           ", but the file holds only " + std::to_string(file.tensors().size()) + " tensors");

@@ -1,5 +1,5 @@
-// The eight operations that a decoder consists of. decoder/decoder.cpp calls them in a straight line; every
-// backend implements exactly these: ops/reference.cpp to be read, cpu/ to be fast.
+// The eight operations that a decoder consists of, and one more for experts. decoder/decoder.cpp calls them
+// in a straight line; every backend implements exactly these: ops/reference.cpp to be read, cpu/ to be fast.
 //
 // Every operation takes the M rows of a step: M = 1 is decode, M > 1 a prefill chunk. The residual stream and
 // all activations are float32, row-major, tokens outermost.
@@ -112,17 +112,15 @@ class Ops {
   // 5  x += scale * RMSNorm(projection of att, plus bias), the norm where the model has one
   virtual void out_residual(const Config&, const LayerWeights&, const Step&) = 0;
 
-  // 6a normed = RMSNorm(x);  the experts of each row and their weights. In layers that have experts
+  // In layers that have experts, before 6 and timed with it: normed = RMSNorm(x), the experts of each row
+  // and their weights.
   virtual void route(const Config&, const LayerWeights&, const Step&) = 0;
 
-  // 6  normed = RMSNorm(x);  gate = activation(gate projection) * up projection. With experts, of what
-  // route()
-  //    left, for every slot
+  // 6  normed = RMSNorm(x);  gate = activation(gate projection) * up projection. With experts: of the slots.
   virtual void norm_gate_up(const Config&, const LayerWeights&, const Step&) = 0;
 
-  // 7  x += scale * RMSNorm(projection of gate, plus bias), the norm where the model has one. With experts,
-  // of
-  //    the weighted sum over a row's slots
+  // 7  x += scale * RMSNorm(projection of gate, plus bias), the norm where the model has one. With experts:
+  //    of the weighted sum over a row's slots.
   virtual void down_residual(const Config&, const LayerWeights&, const Step&) = 0;
 
   // 8  logits = head(RMSNorm(x)), scale and soft cap, of the rows that have some

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "ops/ops.h"
 
@@ -19,10 +20,16 @@ void choose_experts(const Config& c, const Step& s, std::size_t m, std::span<con
   const std::span<std::int32_t> experts = s.a.routing.experts.subspan(m * used, used);
   const std::span<float> weights = s.a.routing.weights.subspan(m * size(c.n_slots()), size(c.n_slots()));
 
-  // Softmax over all experts. A score that is not finite makes the weights no numbers.
+  // Softmax over all experts. With a score that is no number there is no choice: the weights become NaN,
+  // which the step notices, and the experts are any, but no two of them the same.
   const float largest = *std::ranges::max_element(scores);
   double total = 0.0;
   for (const float score : scores) total += std::exp(static_cast<double>(score - largest));
+  if (!std::isfinite(total)) {
+    std::iota(experts.begin(), experts.end(), 0);
+    std::ranges::fill(weights, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
   double chosen = 0.0;
   for (std::size_t i = 0; i < used; ++i) {
     // The largest of those that come behind the one before.
@@ -35,7 +42,6 @@ void choose_experts(const Config& c, const Step& s, std::size_t m, std::span<con
     for (std::int32_t e = 0; e < c.n_expert; ++e) {
       if (behind(e) && (best < 0 || scores[size(e)] > scores[size(best)])) best = e;
     }
-    if (best < 0) best = static_cast<std::int32_t>(i);  // of scores that are no numbers
     experts[i] = best;
     const double p = std::exp(static_cast<double>(scores[size(best)] - largest)) / total;
     weights[i] = static_cast<float>(p);
@@ -44,7 +50,6 @@ void choose_experts(const Config& c, const Step& s, std::size_t m, std::span<con
   if (c.expert_weights_norm) {
     for (float& w : weights.first(used)) w = static_cast<float>(w / chosen);
   }
-  if (!std::isfinite(total)) std::ranges::fill(weights, std::numeric_limits<float>::quiet_NaN());
   if (c.n_ff_shared > 0) {
     weights[used] =
         std::isfinite(shared) ? 1.0f / (1.0f + std::exp(-shared)) : std::numeric_limits<float>::quiet_NaN();

@@ -18,6 +18,7 @@ from ringlm.errors import (
     OutOfMemory,
     StateError,
     TemplateError,
+    TemplateWarning,
     UnsupportedModelError,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
     "Session",
     "StateError",
     "TemplateError",
+    "TemplateWarning",
     "TokenLogprobs",
     "Tokenizer",
     "UnsupportedModelError",

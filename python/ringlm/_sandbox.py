@@ -143,10 +143,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # ---- the meter -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def metered(self, seconds: float, budget: int) -> Iterator[None]:
-        """The limits of everything that this thread does with the environment inside the block."""
+    def metered(self, until: float, budget: int, limit: float) -> Iterator[None]:
+        """The limits of everything that this thread does with the environment inside the block: until when
+        (time.monotonic), how much, and the time limit that messages name."""
         meter = self._meter
-        meter.deadline, meter.left, meter.limit = time.monotonic() + seconds, budget, seconds
+        meter.deadline, meter.left, meter.limit = until, budget, limit
         try:
             yield
         finally:

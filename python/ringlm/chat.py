@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ringlm.errors import ContextOverflow, InvalidArgument, StateError
+from ringlm.errors import ContextOverflow, InvalidArgument, StateError, TemplateWarning
 from ringlm.text import generate_text, stop_list
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ class Chat:
 
     Each turn renders the conversation with the model's template and evaluates only what the session's cache
     does not hold yet. ``stop``, ``max_tokens`` and ``sampling`` apply to every turn unless ``send`` says
-    otherwise; ``variables`` go to the template (``enable_thinking=False``).
+    otherwise; ``variables`` go to the template (``enable_thinking=False``, ``tools=[...]``). An answer is
+    kept whole, with its ``<think>`` section; what the next turn sees of it is the template's decision. A
+    system message that the template does not take goes into the first user message, with a TemplateWarning,
+    once for each chat.
 
     With a session that slides the conversation never ends: the oldest tokens leave the context one by one,
     and the session's pinned ones, which hold the system message, stay. Where the cache cannot be gone on with
@@ -84,6 +88,7 @@ class Chat:
         self._messages: list[dict[str, Any]] = []
         self._held: _Held | None = None
         self._dropped = 0  # messages behind the system message that are not rendered any more
+        self._noted: set[str] = set()  # what was warned of
         self.reset()
 
     @property
@@ -316,7 +321,13 @@ class Chat:
 
     def _render(self, messages: list[dict[str, Any]], dropped: int) -> Rendered:
         first = 0 if self.system is None else 1
-        return self.template.render(messages[:first] + messages[first + dropped :], **self.variables)
+        rendered = self.template.render_noted(
+            messages[:first] + messages[first + dropped :], **self.variables
+        )
+        for note in {*rendered.notes} - self._noted:
+            self._noted.add(note)
+            warnings.warn(note, TemplateWarning, stacklevel=2)
+        return rendered
 
     def _finish_active(self) -> None:
         turn = None if self._active is None else self._active()
@@ -368,7 +379,7 @@ def pinned_tokens(
         return 0
     head = [] if system is None else [{"role": "system", "content": system}]
     one, other = (
-        template.render([*head, {"role": "user", "content": text}], **variables).encode(model.tokenizer)
+        template.render_noted([*head, {"role": "user", "content": text}], **variables).encode(model.tokenizer)
         for text in ("a", "Z")
     )
     n, n_ctx = _common_prefix(one, other), plan["n_ctx"]

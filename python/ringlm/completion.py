@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -263,7 +264,7 @@ def create_chat_completion(
     if tools and template is None and "tool_use" in model.chat_templates:
         template = "tool_use"
     chosen = model.chat_template(template) if template is None or isinstance(template, str) else template
-    rendered = chosen.render(messages, tools=tools or None, **variables)
+    rendered = chosen.render(_with_data_arguments(messages), tools=tools or None, **variables)
     job = _Job(
         model,
         rendered.encode(model.tokenizer),
@@ -276,6 +277,24 @@ def create_chat_completion(
     if stream:
         return _stream_chat(job, _head("chatcmpl", "chat.completion.chunk", model), include_usage)
     return _whole_chat(job, _head("chatcmpl", "chat.completion", model))
+
+
+def _with_data_arguments(messages: Iterable[Any]) -> list[Any]:
+    """The API has the arguments of tool calls as JSON text; templates write them with ``tojson``."""
+
+    def data(call: Any) -> Any:
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except (KeyError, TypeError, ValueError):
+            return call
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**m, "tool_calls": [data(call) for call in m["tool_calls"]]}
+        if isinstance(m, Mapping) and isinstance(m.get("tool_calls"), (list, tuple))
+        else m
+        for m in messages
+    ]
 
 
 def _stream_chat(job: _Job, head: Json, include_usage: bool) -> Iterator[Json]:

@@ -17,6 +17,7 @@ __all__ = [
     "OutOfMemory",
     "StateError",
     "TemplateError",
+    "TemplateWarning",
     "UnsupportedModelError",
 ]
 
@@ -82,6 +83,10 @@ class StateError(Error, RuntimeError):
 
 class TemplateError(Error):
     """A chat template cannot be compiled, was stopped, or refused the conversation."""
+
+
+class TemplateWarning(UserWarning):
+    """A warning: a chat template does not take a conversation as it is; another form of it was rendered."""
 
 
 class DownloadError(Error):

@@ -28,7 +28,9 @@ def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = core.GGUF(os.fspath(path))
     arch = _text(file, "general.architecture")
     reason, opened = _opened(path)
-    shape = _shape(file, arch) | opened
+    shape = _shape(file, arch)
+    shape["rope"] |= opened.pop("rope", {})
+    shape |= opened
     record = {
         "path": os.fspath(path),
         "file_bytes": file.file_bytes,
@@ -81,7 +83,6 @@ def _opened(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
                 "dims": c.rope_dims,
                 "scaling": c.rope_scaling,
                 "factor": None if c.rope_scaling == "none" else c.rope_factor,
-                "frequency_factors": any(t.name == "rope_freqs.weight" for t in core.GGUF(path).tensors()),
             },
         }
     finally:

@@ -31,6 +31,7 @@ _TYPES = {
     "yarn": "yarn",
     "llama3": "llama3",
     "longrope": "longrope",
+    "su": "longrope",
 }
 _SHAPE = ("factor", "original_max_position_embeddings", "rope_theta")
 #: What a type understands.
@@ -69,7 +70,7 @@ def rope_options(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
         raise InvalidArgument(f"rope: the type is {kind!r:.40}; there are {', '.join(_TYPES)}")
     if kinds[-1] != kind:
         raise InvalidArgument(f"rope: 'rope_type' is {kind!r} and 'type' is {kinds[-1]!r:.40}; leave one out")
-    missing = [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]
+    missing = [key for key in _REQUIRED.get(_TYPES[kind], ()) if rope.get(key) is None]
     if missing:
         raise InvalidArgument(f"rope: {kind!r} needs {', '.join(map(repr, missing))}")
     options: dict[str, Any] = {"scaling": _TYPES[kind]}

@@ -8,16 +8,17 @@ such text gets exactly the ids of the whole rendered string.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
-from ringlm.errors import InvalidArgument, TemplateError
+from ringlm._messages import ROLES, altered, call_forms, checked, cleaned, merged
+from ringlm.errors import InvalidArgument, TemplateError, TemplateWarning
+from ringlm.rendered import Controls, Rendered, Segment
 
 if TYPE_CHECKING:
     from ringlm.tokenizer import Tokenizer
@@ -34,22 +35,6 @@ __all__ = [
     "choose_template",
     "named_templates",
 ]
-
-#: Roles of messages. Templates build control tokens out of them (``<|user|>``), so no others are taken.
-ROLES = frozenset(
-    {
-        "assistant",
-        "developer",
-        "function",
-        "ipython",
-        "model",
-        "system",
-        "tool",
-        "tool_call",
-        "tool_response",
-        "user",
-    }
-)
 
 CHATML = """\
 {%- for message in messages %}
@@ -98,121 +83,9 @@ _BY_TOKEN = {
 }
 
 _MAX_SOURCE = 2**20
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of rendered text that the template wrote, or that came with the messages."""
-
-    text: str
-    is_template: bool
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A rendered conversation. ``marked`` is its text with the marks of ringlm._provenance."""
-
-    marked: str
-
-    @cached_property
-    def text(self) -> str:
-        from ringlm._provenance import plain
-
-        return plain(self.marked)
-
-    @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        from ringlm._provenance import runs
-
-        return tuple(Segment(self.text[a:b], not marked) for a, b, marked in runs(self.marked))
-
-    def encode(self, tokenizer: Tokenizer, *, start: int = 0) -> list[int]:
-        """Token ids of the text from character ``start``, with BOS in front exactly once if the model wants
-        it.
-
-        If no control token's text touches a message, these are the ids of the whole text. Otherwise the text
-        is cut at the template's own control tokens, and everything between them is encoded as ordinary text.
-        """
-        text, control = self.text[start:], _Controls.of(tokenizer)
-        places = control.find(text)
-        from ringlm._provenance import is_marked
-
-        ids: list[int]
-        trusted = [p for p in places if not is_marked(self.marked[start + p[0] : start + p[1]])]
-        if len(trusted) == len(places):
-            ids = tokenizer.encode(text, add_special=False, parse_special=True)
-        else:
-            ids, at = [], 0
-            for begin, end, token in trusted:  # the first to begin wins, the longest of those
-                if begin < at:
-                    continue
-                if at < begin:
-                    ids += tokenizer.encode(text[at:begin], add_special=False, parse_special=False)
-                ids.append(token)
-                at = end
-            if at < len(text):
-                ids += tokenizer.encode(text[at:], add_special=False, parse_special=False)
-        bos = tokenizer.bos_id
-        if start == 0 and tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        return ids
-
-    def encode_after(self, prefix: str, tokenizer: Tokenizer) -> list[int] | None:
-        """Token ids of what follows ``prefix`` (marked text), or None if they depend on it: where the text
-        does not begin with it, or does not go on with a control token of the template."""
-        from ringlm._provenance import is_marked
-
-        if not self.marked.startswith(prefix):
-            return None
-        end = _Controls.of(tokenizer).at(self.text, len(prefix))
-        if end is None or is_marked(self.marked[len(prefix) : end]):
-            return None
-        return self.encode(tokenizer, start=len(prefix))
-
-
-class _Controls:
-    """The texts of a vocabulary's control tokens, and where they occur."""
-
-    _known: ClassVar[WeakKeyDictionary[Any, _Controls]] = WeakKeyDictionary()
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = ids
-        self._lengths: dict[str, list[int]] = {}  # by the first two characters, the longest first
-        for text in sorted(ids, key=len, reverse=True):
-            lengths = self._lengths.setdefault(text[:2], [])
-            if len(text) not in lengths:
-                lengths.append(len(text))
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> _Controls:
-        known = cls._known.get(tokenizer)
-        if known is None:
-            texts = (
-                (tokenizer.token_text(i), i) for i in range(tokenizer.n_vocab) if tokenizer.is_control(i)
-            )
-            known = cls._known[tokenizer] = cls({text: i for text, i in texts if text})
-        return known
-
-    def find(self, text: str) -> list[tuple[int, int, int]]:
-        """Every ``(start, end, id)``, overlapping ones too, by start and the longest first."""
-        found = []
-        for begin in self._lengths:
-            at = text.find(begin)
-            while at >= 0:
-                for n in self._lengths[begin]:
-                    token = self.ids.get(text[at : at + n])
-                    if token is not None and at + n <= len(text):
-                        found.append((at, at + n, token))
-                at = text.find(begin, at + 1)
-        return sorted(found, key=lambda place: (place[0], -place[1]))
-
-    def at(self, text: str, start: int) -> int | None:
-        """Where the longest control token that begins at ``start`` ends."""
-        for begin in (text[start : start + 2], text[start : start + 1]):
-            for n in self._lengths.get(begin, ()):
-                if text[start : start + n] in self.ids and start + n <= len(text):
-                    return start + n
-        return None
+# Roles of which templates render all that they are to render.
+_EVERYWHERE = frozenset({"assistant", "developer", "model", "system", "user"})
+_Run = Callable[[dict[str, Any]], str]
 
 
 class ChatTemplate:
@@ -246,7 +119,8 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._env, self._budget = Sandbox(), BUDGET
         self._warned = False
-        with self._env.metered(time_limit, BUDGET):
+        self._takes: dict[str, bool] = {}
+        with self._env.metered(time.monotonic() + time_limit, BUDGET, time_limit):
             try:
                 self._template = self._env.from_string(source)
             except Exception as error:
@@ -269,26 +143,44 @@ class ChatTemplate:
 
         Content may also be a list of ``{"type": "text", "text": ...}``. ``variables`` are passed on to the
         template, as ``enable_thinking=False``; ``now`` is what ``strftime_now`` sees. Characters that UTF-8
-        text can not hold become U+FFFD. Raises InvalidArgument for malformed messages, TemplateError where
-        the template fails, refuses the conversation or is stopped.
-        """
-        from ringlm._provenance import plain
-        from ringlm._sandbox import strftime_now
+        text can not hold become U+FFFD.
 
-        data = {
+        A system message that the template refuses or ignores goes into the first user turn, with a
+        TemplateWarning. An answer that is only ``tool_calls`` may have the content None. Raises
+        InvalidArgument for malformed messages, TemplateError where the template fails, refuses the
+        conversation, is stopped, or would drop tools, documents, calls, or messages of other roles.
+        """
+        rendered = self.render_noted(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            now=now,
             **variables,
-            "messages": [_checked(message, i, self._reads_parts) for i, message in enumerate(messages)],
-            "tools": tools,
-            "documents": documents,
-        }
-        data, size = _cleaned(data)
-        fixed = {
-            **self._tokens,
-            "add_generation_prompt": add_generation_prompt,
-            "strftime_now": strftime_now(now or datetime.now()),
-        }
-        expected = self._run({**data, **fixed}, size)
-        marked = self._run({**_marked(data), **fixed}, size)
+        )
+        for note in rendered.notes:
+            warnings.warn(note, TemplateWarning, stacklevel=2)
+        return rendered
+
+    def render_noted(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        now: datetime | None = None,
+        **variables: Any,
+    ) -> Rendered:
+        """As ``render``, but what that warns of is only in ``Rendered.notes``."""
+        from ringlm._provenance import plain
+
+        given = [checked(message, i, self._reads_parts) for i, message in enumerate(messages)]
+        given, notes = self._with_roles_it_takes(given)
+        data, size = cleaned({**variables, "messages": given, "tools": tools, "documents": documents})
+        run = self._runner(add_generation_prompt, now, size)
+        data["messages"], expected = self._in_a_form_it_takes(data, run)
+        marked = run(_marked(data))
         if plain(marked) != plain(expected) and not self._warned:
             self._warned = True
             warnings.warn(
@@ -297,7 +189,82 @@ class ChatTemplate:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return Rendered(marked)
+        return Rendered(marked, notes)
+
+    def takes(self, role: str) -> bool:
+        """Whether the template renders messages of that role, tried before a user message."""
+        known = self._takes.get(role)
+        if known is None:
+            known = self._takes[role] = self._tries(role)
+        return known
+
+    def _tries(self, role: str) -> bool:
+        user = {"role": "user", "content": "a"}
+        run = self._runner(True, None, 1)
+        texts = []
+        for messages in (
+            [user],
+            [{"role": role, "content": "b"}, user],
+            [{"role": role, "content": "c"}, user],
+        ):
+            try:
+                texts.append(run({"messages": messages, "tools": None, "documents": None}))
+            except TemplateError:
+                texts.append("")
+        # Where nothing renders it is not the role.
+        return not texts[0] or texts[1] != texts[2]
+
+    def _with_roles_it_takes(
+        self, messages: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+        notes = []
+        for role in ("developer", "system"):
+            if not any(message["role"] == role for message in messages) or self.takes(role):
+                continue
+            if role == "developer" and self.takes("system"):  # its older name
+                messages = [{**m, "role": "system"} if m["role"] == role else m for m in messages]
+                continue
+            messages = merged(messages, role)
+            notes.append(
+                f"chat template {self.name!r} does not take a {role} message; its text was put before the "
+                "first user message, which the model may follow less"
+            )
+        return messages, tuple(notes)
+
+    def _in_a_form_it_takes(self, data: dict[str, Any], run: _Run) -> tuple[list[dict[str, Any]], str]:
+        """The messages in the first form of which nothing is lost, and their text. Raises TemplateError."""
+        failed: list[TemplateError] = []
+        lost: list[TemplateError] = []
+        for messages in call_forms(data["messages"]):
+            form = {**data, "messages": messages}
+            try:
+                text = run(form)
+            except TemplateError as error:
+                failed.append(error)
+                continue
+            dropped = _dropped(form, text, run)
+            if not dropped:
+                return messages, text
+            lost.append(
+                TemplateError(
+                    f"chat template {self.name!r} does not know {' and '.join(dropped)} and would drop them: "
+                    "leave them out, describe them in the system message, or take a model whose template does"
+                )
+            )
+        # Of a call without text the second form has empty text, which every template can read.
+        raise lost[0] if lost else failed[:2][-1]
+
+    def _runner(self, add_generation_prompt: bool, now: datetime | None, size: int) -> _Run:
+        """The template as a function of its variables. All calls together take at most ``time_limit``."""
+        from ringlm._sandbox import strftime_now
+
+        until = time.monotonic() + self.time_limit
+        fixed = {
+            **self._tokens,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": strftime_now(now or datetime.now()),
+        }
+        return lambda variables: self._run({**variables, **fixed}, size, until)
 
     @cached_property
     def _reads_parts(self) -> bool:
@@ -307,8 +274,8 @@ class ChatTemplate:
             for sign in ("content is string", "content'] is string", 'content"] is string')
         )
 
-    def _run(self, variables: dict[str, Any], size: int) -> str:
-        with self._env.metered(self.time_limit, self._budget + 64 * size):
+    def _run(self, variables: dict[str, Any], size: int, until: float) -> str:
+        with self._env.metered(until, self._budget + 64 * size, self.time_limit):
             try:
                 context = self._template.new_context(variables)
                 return self._env.concat(self._template.root_render_func(context))
@@ -323,6 +290,26 @@ class ChatTemplate:
         return TemplateError(f"{where}: {str(error) or type(error).__name__}")
 
 
+def _dropped(data: dict[str, Any], text: str, run: _Run) -> list[str]:
+    """What of tools, calls and results could be something else without another ``text``."""
+
+    def same(**other: Any) -> bool:
+        try:
+            return run({**data, **other}) == text
+        except TemplateError:
+            return False
+
+    dropped = [f"the {name}" for name in ("tools", "documents") if data[name] and same(**{name: None})]
+    calls = altered(data["messages"], None)
+    if calls and same(messages=calls):
+        dropped.append("tool calls")
+    for role in sorted({m["role"] for m in data["messages"]} - _EVERYWHERE):
+        other = altered(data["messages"], role)
+        if other and same(messages=other):
+            dropped.append(f"messages of the role {role!r}")
+    return dropped
+
+
 def _template_line(traceback: TracebackType | None) -> int | None:
     """The innermost line of a template in a traceback through its compiled code."""
     line = None
@@ -332,58 +319,6 @@ def _template_line(traceback: TracebackType | None) -> int | None:
             line = template.get_corresponding_lineno(traceback.tb_lineno)
         traceback = traceback.tb_next
     return line
-
-
-# ---- messages ----------------------------------------------------------------------------------------------
-
-
-def _checked(message: Mapping[str, Any], index: int, keep_parts: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidArgument(
-            f"messages[{index}] is a {type(message).__name__}; expected a mapping with role and content"
-        )
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidArgument(
-            f"messages[{index}] has the role {role!r}; expected one of {', '.join(sorted(ROLES))}"
-        )
-    if isinstance(content, (list, tuple)):
-        parts = [_part_text(part, index) for part in content]
-        return dict(message) if keep_parts else {**message, "content": "".join(parts)}
-    if content is None and (message.get("tool_calls") or message.get("function_call")):
-        return {**message, "content": ""}
-    if not isinstance(content, str):
-        raise InvalidArgument(
-            f"messages[{index}] has content of type {type(content).__name__}; expected a string"
-        )
-    return dict(message)
-
-
-def _part_text(part: Any, index: int) -> str:
-    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidArgument(
-            f"messages[{index}] has a content part of type {kind!r}; only 'text' is supported"
-        )
-    return text
-
-
-def _cleaned(value: Any) -> tuple[Any, int]:
-    """A deep copy of JSON-like data without unusable characters, and how many characters it has."""
-    from ringlm._provenance import clean
-
-    if isinstance(value, str):
-        return clean(value), len(value)
-    if isinstance(value, Mapping):
-        pairs = [(_cleaned(k), _cleaned(v)) for k, v in value.items()]
-        return {k[0]: v[0] for k, v in pairs}, sum(k[1] + v[1] for k, v in pairs)
-    if isinstance(value, (list, tuple)):
-        items = [_cleaned(item) for item in value]
-        return [item[0] for item in items], sum(item[1] for item in items)
-    if value is None or isinstance(value, (bool, int, float)):
-        return value, 1
-    raise InvalidArgument(f"a template variable holds a {type(value).__name__}; expected JSON-like data")
 
 
 def _marked(data: dict[str, Any]) -> dict[str, Any]:
@@ -408,7 +343,8 @@ def named_templates(metadata: Any) -> dict[str, str]:
     default = metadata.get("tokenizer.chat_template", None)
     if isinstance(default, str):
         found["default"] = default
-    for name in metadata.get("tokenizer.chat_templates", None) or ():
+    names = metadata.get("tokenizer.chat_templates", None)
+    for name in names if isinstance(names, list) else ():
         source = metadata.get(f"tokenizer.chat_template.{name}", None)
         if isinstance(source, str):
             found[str(name)] = source
@@ -431,7 +367,7 @@ def choose_template(
     if chosen is not None:
         source = templates[chosen]
     else:
-        control = _Controls.of(tokenizer).ids
+        control = Controls.of(tokenizer).ids
         chosen, source = next(
             (found for token, found in _BY_TOKEN.items() if token in control), ("plain text", PLAIN)
         )

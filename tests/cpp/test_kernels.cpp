@@ -135,8 +135,10 @@ TEST_CASE("GELU by tanh, and soft caps") {
         }
       }
     }
-    std::vector<float> special = {kNaN, 1e30f, -1e30f, 0.0f};
-    k.soft_cap(special.data(), 4, 1.0f, 5.0f);
+    std::vector<float> special = {kNaN, 1e30f, -1e30f, 0.0f, kInf, -kInf};
+    k.soft_cap(special.data(), 6, 1.0f, 5.0f);
+    CHECK(std::isnan(special[4]));
+    CHECK(std::isnan(special[5]));
     CHECK(std::isnan(special[0]));
     CHECK(special[1] == 5.0f);
     CHECK(special[2] == -5.0f);

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import CHATML_STYLE
 from ringlm.chat import Chat
 from ringlm.errors import (
     Cancelled,
@@ -18,7 +19,6 @@ from ringlm.errors import (
 )
 from ringlm.model import Model
 from ringlm.template import ChatTemplate
-from test_template import CHATML_STYLE, LLAMA_STYLE
 from toys import ToySampler, ToySession, ToyTokenizer, script_of, toy_core
 
 __all__ = ["toy_core"]
@@ -71,7 +71,6 @@ def test_turns_evaluate_only_what_is_new() -> None:
 
 def test_a_template_that_rewrites_the_answer_still_reuses_the_rest() -> None:
     """Trimmed answers are not the text that was generated, so the cache fits up to the answer."""
-    source = LLAMA_STYLE.replace("<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'", "x")
     source = CHATML_STYLE.replace("message['content'] +", "(message['content'] | trim) +")
     chat, core = chat_with("  spaced  ", "ok", source=source)
     first = len(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chat_templates import CHATML_STYLE
 from ringlm.chat import Chat
 from ringlm.errors import Cancelled, ContextOverflow
 from ringlm.model import Model
 from ringlm.template import ChatTemplate
-from test_template import CHATML_STYLE
 from tiny_chat_model import TEMPLATE
 from toys import ToySession, ToyTokenizer, toy_core
 
@@ -269,14 +269,14 @@ def test_no_failure_of_a_long_turn_changes_what_is_forgotten() -> None:
 def test_the_text_that_is_rendered_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, core = chat_with(n_ctx=96)
     rendered: list[int] = []
-    render = chat.template.render
+    render = chat.template.render_noted
 
     def counted(messages: Any, **how: Any) -> Any:
         made = render(messages, **how)
         rendered.append(len(made.text))
         return made
 
-    monkeypatch.setattr(chat.template, "render", counted)
+    monkeypatch.setattr(chat.template, "render_noted", counted)
     stream = opening(message(0)) + letters(message(0))
     chat.ask(message(0))
     for n in range(1, 50):

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 import pytest
+from chat_templates import CHATML_STYLE
 from ringlm.errors import ContextOverflow, InvalidArgument
 from ringlm.model import Model
-from test_template import CHATML_STYLE
 from toys import ToySampler, ToySession, ToyTokenizer, script_of, toy_core
 
 __all__ = ["toy_core"]

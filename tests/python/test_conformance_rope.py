@@ -110,7 +110,7 @@ def expected(rope: Rope, n: int) -> np.ndarray:
 def test_scaling(plain: Path, record_property: Callable[..., None], name: str, backend: str) -> None:
     ask, theirs = SCALINGS[name]
     longer = Model(plain, rope=ask, backend=backend).config.n_ctx_limit > ORIGINAL
-    assert longer == (name not in ("none", "base", "longrope"))
+    assert longer == (name not in ("none", "base"))
     lengths = [ORIGINAL // 2, 2 * ORIGINAL] if longer else [ORIGINAL]
     for n in lengths:
         with Model(plain, rope=ask, backend=backend) as model, model.session(kv="f32", chunk=13) as session:
@@ -120,6 +120,19 @@ def test_scaling(plain: Path, record_property: Callable[..., None], name: str, b
         other = "linear" if name in ("none", "base") else "none"
         if name != "dynamic" or n > ORIGINAL:  # nothing is scaled below that
             assert worst(expected(SCALINGS[other][1], n), expected(theirs, n)) > 100 * LIMIT
+
+
+def test_longrope_knows_its_factor_from_the_lengths(tmp_path: Path) -> None:
+    """As Phi-3.5's config has it: the trained length is the scaled one, and no factor is there."""
+    sizes = SMALL | {"max_position_embeddings": 4 * ORIGINAL}
+    theirs = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, **BASE}
+    theirs["original_max_position_embeddings"] = ORIGINAL
+    path = export(random_model(**sizes)).write(tmp_path / "m.gguf")
+    reference = random_model(rope_parameters={**theirs, "factor": 4.0}, **sizes)
+    ask = {key: value for key, value in theirs.items() if key != "rope_theta"}
+    with Model(path, rope=ask) as model, model.session(kv="f32") as session:
+        assert model.config.n_ctx_limit == 4 * ORIGINAL
+        assert worst(session.prefill(TOKENS, all_logits=True), reference_logits(reference, TOKENS)) < LIMIT
 
 
 def test_dynamic_ntk_turns_the_text_anew_at_every_doubling(plain: Path) -> None:

@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         "Gemma3ForCausalLM",
         {**GEMMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         UnsupportedModelError,
-        "linear RoPE scaling or none",
+        "of type .yarn.; this family has linear, or none",
     ),
     "smollm3-pattern": (
         "SmolLM3ForCausalLM",

@@ -136,7 +136,7 @@ def test_missing_keys(tmp_path: Path, key: str) -> None:
             "'token_embd.weight' has shape .*96, 64.*96, 60",
         ),
         ("feed_forward_length", "uint32", 95, "FileFormatError", "'blk.0.ffn_gate.weight' has shape"),
-        ("attention.head_count", "array", [4, 4], "UnsupportedModelError", "head_count' is an array of 2"),
+        ("attention.head_count", "array", [4, 2], "UnsupportedModelError", "head_count' is an array of 2"),
         ("rope.scaling.type", "string", "other", "UnsupportedModelError", "scaling.type' is 'other'"),
         (
             "rope.scaling.type",
@@ -147,8 +147,6 @@ def test_missing_keys(tmp_path: Path, key: str) -> None:
         ),
         ("expert_count", "uint32", 8, "FileFormatError", "expert_used_count' is missing"),
         ("attention.clamp_kqv", "float32", 8.0, "UnsupportedModelError", "clamp_kqv' is 8"),
-        ("expert_group_count", "uint32", 4, "UnsupportedModelError", "expert_group_count' is 4"),
-        ("attention.sliding_window", "uint32", 2**31, "FileFormatError", "sliding_window' is 2147483648"),
         ("attention.causal", "bool", False, "UnsupportedModelError", "causal' is false"),
         ("attention.scale", "float32", 1e10, "FileFormatError", "attention.scale' is 1e\\+10"),
         ("attn_logit_softcapping", "float32", -50.0, "FileFormatError", "softcapping' is -50"),
@@ -171,6 +169,9 @@ def test_contradictions_and_features(
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e300, 1e-300])
 @pytest.mark.parametrize("key", ["rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon"])
 def test_numbers_out_of_range(tmp_path: Path, key: str, value: float) -> None:
+    if key == "rope.scaling.factor" and value == 0.0:  # how some files say that there is none
+        assert open_with(tmp_path, {"llama." + key: ("float64", value)}).config.rope_scaling == "none"
+        return
     with pytest.raises(errors.FileFormatError, match=rf"'llama\.{key}' is .*; expected"):
         open_with(tmp_path, {"llama." + key: ("float64", value)})
 

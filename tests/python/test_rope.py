@@ -32,7 +32,7 @@ LLAMA3 = {
 }
 BAD_ROPE: list[tuple[Any, str]] = [
     *((x, "rope is ") for x in ("linear", 2.0, ["linear"], [("rope_type", "linear")], True, b"")),
-    *(({"rope_type": x}, "the type is") for x in ("su", "", 1, ["linear"], {}, b"linear", True)),
+    *(({"rope_type": x}, "the type is") for x in ("other", "", 1, ["linear"], {}, b"linear", True)),
     ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "'rope_type' is 'linear' and 'type' is 'yarn'"),
     *(({"rope_type": x}, f"'{x}' needs 'factor'") for x in ("linear", "ntk", "dynamic", "yarn", "llama3")),
     *((LLAMA3 | {key: None}, f"'llama3' needs '{key}'") for key in LLAMA3 if key != "rope_type"),

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from . import chat as chat  # isort: skip
 from . import run as run  # isort: skip
 from . import info as info  # isort: skip
+from . import doctor as doctor  # isort: skip
 from . import plan as plan  # isort: skip
 from . import perplexity as perplexity  # isort: skip
 from . import compare as compare  # isort: skip

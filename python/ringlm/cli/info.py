@@ -31,7 +31,7 @@ def info_command(name: opt.ModelName = opt.DEFAULT_MODEL, as_json: opt.Json = Fa
         return
     for label, value in _lines(record):
         if value:
-            typer.echo(_entry(label, _visible(value)))
+            typer.echo(_entry(label, visible(value)))
 
 
 def _entry(label: str, value: str) -> str:
@@ -138,7 +138,7 @@ def _token_lines(tokens: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Control characters of a hostile file do not reach the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 

@@ -207,8 +207,6 @@ def plain_warnings() -> Iterator[None]:
 
 def read_text(source: Path | None) -> str:
     """A UTF-8 file, or all of stdin. Raises InvalidArgument for other encodings, OSError."""
-    from ringlm.errors import InvalidArgument
-
     raw = sys.stdin.buffer.read() if source is None else source.read_bytes()
     try:
         return raw.decode("utf-8")

@@ -133,13 +133,15 @@ def _rope(config: Config, family: Family, found: dict[str, int]) -> tuple[Metada
         raise FileFormatError(
             f"{config.file}: partial_rotary_factor turns {n_rot} numbers of a head; RoPE turns pairs"
         )
-    if family.arch == "gemma3":
-        return _two_ropes(config, params, found)
+    if family.two_ropes:
+        return _two_ropes(config, params, found, family.may_be_yarn)
     return rope(params, found["ctx"], n_rot, family.may_be_yarn)
 
 
-def _two_ropes(config: Config, params: Config, found: dict[str, int]) -> tuple[Metadata, Factors]:
-    """Gemma 3 turns faster in layers with a window, and scales only the others."""
+def _two_ropes(
+    config: Config, params: Config, found: dict[str, int], may_be_yarn: bool
+) -> tuple[Metadata, Factors]:
+    """Layers with a window have a base of their own (Gemma 3) or the same (OLMo 3); only the others scale."""
     everywhere, local = params, config.get("rope_local_base_freq")
     if "full_attention" in params:
         everywhere = Config(
@@ -151,8 +153,14 @@ def _two_ropes(config: Config, params: Config, found: dict[str, int]) -> tuple[M
             raise UnsupportedModelError(f"{config.file}: RoPE scaling in layers with a window")
         local = windowed.get("rope_theta") or local
     metadata, factors = rope(everywhere, found["ctx"], found["head_dim"])
-    if metadata.get("rope.scaling.type", "linear") != "linear" or factors:
-        raise UnsupportedModelError(f"{config.file}: Gemma 3 has linear RoPE scaling or none")
+    kind = metadata.get("rope.scaling.type", "linear")
+    if factors or (kind != "linear" and not (kind == "yarn" and may_be_yarn)):
+        kinds = "linear or yarn" if may_be_yarn else "linear"
+        raise UnsupportedModelError(
+            f"{config.file}: RoPE scaling of type {kind!r}; this family has {kinds}, or none"
+        )
+    if local is None:
+        local = metadata["rope.freq_base"]
     metadata["rope.freq_base_swa"] = Config(config.file, {"rope_local_base_freq": local}).number(
         "rope_local_base_freq"
     )

@@ -75,6 +75,7 @@ class Family:
     norm: str = "model.norm"
     head: str = "lm_head"
     may_be_yarn: bool = True
+    two_ropes: bool = False  # layers with a window turn in a way of their own
 
 
 def _attention(bias: Bias = "none", output_bias: Bias = "none") -> tuple[Tensor, ...]:
@@ -176,6 +177,8 @@ _GEMMA3 = Family(
         "rope_local_base_freq": 10000.0,
     },
     extra=hyperparameters.gemma3,
+    may_be_yarn=False,
+    two_ropes=True,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -302,6 +305,14 @@ FAMILIES: dict[str, Family] = {
         layer=(*_attention(), *_POST_NORMS, *_WIDE_NORMS),
         mlp=_mlp(),
         defaults=_LLAMA.defaults,
+    ),
+    "Olmo3ForCausalLM": Family(
+        arch="olmo2",
+        layer=(*_attention(), *_POST_NORMS, *_WIDE_NORMS),
+        mlp=_mlp(),
+        defaults={**_LLAMA.defaults, "rope_theta": 500000.0, "sliding_window_pattern": 4},
+        extra=hyperparameters.olmo3,
+        two_ropes=True,
     ),
     "SmolLM3ForCausalLM": Family(
         arch="smollm3",

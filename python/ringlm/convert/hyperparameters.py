@@ -187,6 +187,13 @@ def gemma3(config: Config, sizes: Sizes) -> Metadata:
     return metadata | _query_scale(config, sizes)
 
 
+def olmo3(config: Config, sizes: Sizes) -> Metadata:
+    return {
+        "attention.sliding_window": config.integer("sliding_window"),
+        "attention.sliding_window_pattern": _pattern(_layer_types(config, sizes)),
+    }
+
+
 def _pattern(windowed: list[bool]) -> int | list[bool]:
     """n where every n-th layer sees everything and the others have a window, else one flag for each layer."""
     first_full = windowed.index(False) + 1 if False in windowed else len(windowed) + 1
