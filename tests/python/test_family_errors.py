@@ -61,10 +61,9 @@ BAD_KEYS: list[tuple[str, str, Any, str, str]] = [
     ("qwen2moe", "expert_used_count", [2, 3], UNSUPPORTED, "expert_used_count' is an array of 2"),
     ("qwen2moe", "expert_feed_forward_length", 0, FILE, "expert_feed_forward_length' is 0"),
     ("qwen2moe", "expert_feed_forward_length", 33, FILE, "'blk.0.ffn_gate_exps.weight' has shape"),
-    ("qwen2moe", "expert_feed_forward_length", None, FILE, "'blk.0.ffn_gate_exps.weight' has shape"),
-    ("qwen2moe", "expert_feed_forward_length", 2**24, FILE, "'blk.0.ffn_gate_exps.weight' has shape"),
+    ("qwen2moe", "expert_feed_forward_length", 2**24, FILE, "expert_count' is 8 and .* wide together"),
     ("qwen2moe", "expert_shared_feed_forward_length", 65, FILE, "'blk.0.ffn_gate_shexp.weight' has shape"),
-    ("qwen2moe", "expert_shared_feed_forward_length", None, UNSUPPORTED, "shexp.weight' belongs to nothing"),
+    ("qwen2moe", "expert_shared_feed_forward_length", 0, UNSUPPORTED, "shexp.weight' belongs to nothing"),
     ("qwen2moe", "expert_weights_norm", 1, FILE, "expert_weights_norm' is u32"),
     ("qwen2moe", "expert_gating_func", 2, UNSUPPORTED, "expert_gating_func' is 2"),
     ("qwen2moe", "expert_weights_scale", 2.5, UNSUPPORTED, "expert_weights_scale' is 2.5"),
@@ -153,7 +152,7 @@ def test_metadata(tmp_path: Path, name: str, key: str, value: Any, error: str, w
         *(("yarn_beta_slow", x) for x in (0.0, -1.0, 32.0, 40.0, NAN)),
         *(("original_context_length", x) for x in (0, NAN, 1e30)),
         *(("yarn_attn_factor", x) for x in (0.0, -1.0, NAN, INF)),
-        *(("factor", x) for x in (0.0, 1e-3, NAN, 1e30)),
+        *(("factor", x) for x in (1e-3, -2.0, NAN, 1e30)),
     ],
 )
 def test_yarn(tmp_path: Path, key: str, value: float) -> None:
