@@ -128,3 +128,15 @@ def values(tensor: gguf.ReaderTensor) -> Array:
     """float32, dequantized by the gguf package, in numpy's order of dimensions."""
     found = gguf.dequantize(tensor.data, tensor.tensor_type)
     return found.reshape([int(n) for n in reversed(tensor.shape)])
+
+
+def gemma3_tensors(config: dict[str, Any]) -> dict[str, Array]:
+    """llama_tensors and the norms that Gemma 3 has besides, all zero: 1 is added to them."""
+    tensors = llama_tensors(config)
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors[f"{at}{name}.weight"] = np.zeros(config["hidden_size"], np.float32)
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{at}self_attn.{name}.weight"] = np.zeros(config["head_dim"], np.float32)
+    return tensors
