@@ -84,6 +84,7 @@ def rope_options(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if key in _NUMBERS:
             options[_NUMBERS[key]] = _number(key, value)
         else:
+            value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy
             if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
                 raise InvalidArgument(f"rope: {key!r} is {value!r:.80}; expected a number for each pair")
             options[_FACTORS[key]] = [_number(key, x) for x in value]

@@ -98,6 +98,12 @@ def test_names_are_those_of_hugging_face() -> None:
     }
 
 
+def test_factors_may_be_an_array() -> None:
+    asked = {"rope_type": "longrope", "original_max_position_embeddings": 48, "long_factor": np.full(8, 2.0)}
+    found = rope_options(asked | {"short_factor": np.ones(8, np.float32)})
+    assert found == {"scaling": "longrope", "original": 48.0, "factors": [1.0] * 8, "long_factors": [2.0] * 8}
+
+
 def test_heads_of_one_pair(tmp_path: Path) -> None:
     one = write(tmp_path / "m.gguf", FAMILIES["llama"], {"rope.dimension_count": 2})
     for kind in ("ntk", "dynamic"):
