@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plain_gguf import Stored, random_stored, read, stored, write
+from random_family import FAMILIES, tensors
+from random_family import write as write_family
 from random_llama import Shape, random_weights, reference_logits, worst
 from ringlm import InvalidArgument, Model, UnsupportedModelError
 from ringlm.regroup import regroup
@@ -110,6 +112,27 @@ def test_equal_heads_give_equal_logits(tmp_path: Path) -> None:
     regroup(tmp_path / "in.gguf", tmp_path / "one.gguf", 1)
     with Model(tmp_path / "one.gguf") as model, model.session(kv="f32") as session:
         assert worst(session.prefill(IDS, all_logits=True), found[0][0]) > 1e-2
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "olmo2"])
+def test_equal_heads_of_every_family_give_equal_logits(tmp_path: Path, name: str) -> None:
+    f = FAMILIES[name].with_(n_head=4, n_head_kv=4)
+    q, kv = f.n_head * f.head_dim, f.n_head_kv * f.head_dim
+    changed: dict[str, Array | None] = {}
+    for tensor, w in tensors(f).items():
+        rows = {"attn_k": [0], "attn_v": [0], "attn_qkv": [q, q + kv]}
+        for first in rows.get(tensor.split(".")[-2], []):
+            pairs = changed.setdefault(tensor, w.copy())[first : first + kv].reshape(2, 2, f.head_dim, -1)
+            pairs[:, 1] = pairs[:, 0]
+    assert changed
+    write_family(tmp_path / "in.gguf", f, weights=changed)
+    regroup(tmp_path / "in.gguf", tmp_path / "out.gguf", 2)
+    found = []
+    for file in ("in.gguf", "out.gguf"):
+        with Model(tmp_path / file) as model, model.session(kv="f32") as session:
+            found.append((session.prefill(IDS * 3, all_logits=True), session.kv_nbytes))
+    assert worst(found[1][0], found[0][0]) < 1e-5
+    assert found[0][1] == 2 * found[1][1]
 
 
 # ---- types -------------------------------------------------------------------------------------------------
