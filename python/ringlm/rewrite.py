@@ -213,6 +213,14 @@ def _write(
         offset += t.nbytes + -t.nbytes % alignment
     file.write(bytes(-file.tell() % alignment))
 
+    write_data(file, tensors, alignment, progress)
+    return file.tell()
+
+
+def write_data(
+    file: IO[bytes], tensors: Sequence[NewTensor], alignment: int, progress: Progress | None
+) -> None:
+    """The data of all tensors, each padded to whole multiples of ``alignment`` bytes."""
     total, done = sum(t.nbytes for t in tensors), 0
     for t in tensors:
         begin = done
@@ -224,7 +232,6 @@ def _write(
         if done - begin != t.nbytes:
             raise AssertionError(f"{t.name}: {done - begin} bytes were made, {t.nbytes} announced")
         file.write(bytes(-t.nbytes % alignment))
-    return file.tell()
 
 
 def _entries(source: Source, changes: Mapping[str, bytes]) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ import numpy as np
 from gguf.gguf_writer import WriterState
 
 from ringlm._replace import replacing
-from ringlm.rewrite import NewTensor, Progress
+from ringlm.rewrite import NewTensor, Progress, write_data
 
 
 def write(
@@ -48,17 +48,7 @@ def write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.write_padding(file, file.tell())
-        done = 0
-        for t in tensors:
-            begin = done
-            for piece in t.pieces():
-                file.write(piece.data)
-                done += piece.nbytes
-                if progress is not None:
-                    progress(done, total, t.name)
-            if done - begin != t.nbytes:
-                raise AssertionError(f"{t.name}: {done - begin} bytes were made, {t.nbytes} announced")
-            writer.write_padding(file, t.nbytes)
+        write_data(file, tensors, writer.data_alignment, progress)
         return file.tell()
 
 
