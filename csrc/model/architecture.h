@@ -15,6 +15,8 @@ struct Architecture {
   Norms norms = Norms::Before;
   QkNorm qk_norm = QkNorm::None;
   Activation activation = Activation::Silu;
+  bool qkv_bias = false;             // Q, K and V have a bias, always
+  const char* required_key = "";     // that has no default
   bool scaled_embedding = false;     // by sqrt(n_embd)
   bool experts = false;              // may have some
   bool expert_weights_norm = false;  // where the file does not say

@@ -156,6 +156,11 @@ Config read_config(const gguf::File& file) {
                           std::to_string(kMaxWidth));
   }
 
+  if (const std::string key = a.required_key; !key.empty() && !file.find(keys.full(key.c_str()))) {
+    throw FileFormatError("key '" + keys.full(key.c_str()) + "' is missing; the architecture '" +
+                          c.architecture + "' needs it: convert the model again");
+  }
+  c.qkv_bias = a.qkv_bias;
   c.norms = a.norms;
   c.qk_norm = a.qk_norm;
   c.activation = a.activation;

@@ -1,5 +1,6 @@
 #include "model/weights.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <numeric>
 #include <string>
@@ -143,6 +144,10 @@ void bind_attention(Binder& b, const Config& c, const std::string& p, LayerWeigh
     w.k_bias = b.optional_vector(p + "attn_k.bias", kv);
     w.v_bias = b.optional_vector(p + "attn_v.bias", kv);
   }
+  if (c.qkv_bias && (w.q_bias.empty() || w.k_bias.empty() || w.v_bias.empty())) {
+    throw UnsupportedModelError("a bias of Q, K or V is missing in '" + p +
+                                "*'; the architecture needs all of them");
+  }
   if (c.qk_norm != QkNorm::None) {
     const bool full = c.qk_norm == QkNorm::Full;
     w.q_norm = b.vector(p + "attn_q_norm.weight", full ? q : c.head_dim);
@@ -225,6 +230,15 @@ Weights bind_weights(const gguf::File& file, const Config& c) {
   Weights w;
   w.token_embd = b.matrix("token_embd.weight", c.n_vocab, c.n_embd);
   for (std::int32_t i = 0; i < c.n_layer; ++i) w.layers.push_back(bind_layer(b, c, i));
+  // A bias is there in all layers or in none.
+  for (Vector LayerWeights::* bias :
+       {&LayerWeights::q_bias, &LayerWeights::k_bias, &LayerWeights::v_bias, &LayerWeights::out_bias}) {
+    const auto n = std::ranges::count_if(w.layers, [&](const LayerWeights& l) { return !(l.*bias).empty(); });
+    if (n != 0 && n != c.n_layer) {
+      throw FileFormatError("only " + std::to_string(n) + " of " + std::to_string(c.n_layer) +
+                            " layers have a bias 'attn_*.bias' that the others lack");
+    }
+  }
   w.output_norm = b.vector("output_norm.weight", c.n_embd);
   w.tied = !b.has("output.weight");
   w.head = w.tied ? w.token_embd : b.matrix("output.weight", c.n_vocab, c.n_embd);

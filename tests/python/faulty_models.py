@@ -309,7 +309,13 @@ FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
         ["256 x 4 = 1024", "goes by the scaling"],
     ),
     "context-below-original": (
-        Fault({"llama.rope.scaling.type": "linear", "llama.rope.scaling.original_context_length": 512}),
+        Fault(
+            {
+                "llama.rope.scaling.type": "linear",
+                "llama.rope.scaling.factor": 1.0,
+                "llama.rope.scaling.original_context_length": 512,
+            }
+        ),
         "error",
         "llama.rope.scaling.original_context_length",
         ["512", "256"],
@@ -346,7 +352,7 @@ FAULTS: dict[str, tuple[Fault, str, str, list[str]]] = {
         ["3 heads do not divide the width 32"],
     ),
     "q-shape": (
-        Fault(weights=with_tensor("blk.1.attn_q.weight", np.zeros((16, 32), np.float32))),
+        Fault(weights=with_tensor("blk.1.attn_q.weight", np.ones((16, 32), np.float32))),
         "error",
         "blk.1.attn_q.weight",
         ["16 x 32; 2 heads of 16 and the width 32 make 32 x 32"],

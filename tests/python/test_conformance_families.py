@@ -115,7 +115,7 @@ OFF: dict[str, Callable[[Any], Any]] = {
     "residual_scale": lambda scale: 0.0,
     "logit_scale": lambda scale: 0.0,
     "rope.dimension_count": lambda dims: dims // 2,
-    "rope.freq_base": lambda base: base * 2,
+    "rope.freq_base": lambda base: base * 8,
     "rope.freq_base_swa": lambda base: base * 2,
     "rope.scaling.type": lambda kind: "linear" if kind == "longrope" else "none",
     "rope.scaling.factor": lambda factor: factor + 1,
@@ -129,17 +129,28 @@ OFF: dict[str, Callable[[Any], Any]] = {
 
 #: What an architecture's name alone says, and one that differs from it in that.
 OTHER_NAMES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
-    "llama-3": {"pairing": ("qwen2", {})},
-    "qwen2": {"pairing": ("llama", {})},
-    "phi3": {"pairing": ("llama", {})},
-    "olmo2": {},
-    "granite": {"pairing": ("qwen2", {})},
     "smollm3": {"layers that do not turn": ("llama", {})},
     "gemma": {
-        "activation": ("qwen2", {"embedding_scale": 8.0}),
+        "activation": ("qwen3", {"embedding_scale": 8.0}),
         "embedding scale": ("gemma", {"embedding_scale": 1.0}),
     },
 }
+
+
+def paired_otherwise(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Rows of every head of Q and K in the order of the other pairing."""
+    n_head, n_head_kv = (metadata[f"attention.head_count{kv}"] for kv in ("", "_kv"))
+    dim, turning = metadata["attention.key_length"], metadata["rope.dimension_count"]
+    halves = np.arange(turning).reshape(2, -1).T.ravel()  # 0, n/2, 1, n/2 + 1, ...
+    neighbours = np.argsort(halves)
+    order = neighbours if metadata["general.architecture"] in ("llama", "granite", "smollm3") else halves
+    for name, w in tensors.items():
+        kind = name.split(".")[-2]
+        heads = {"attn_q": n_head, "attn_k": n_head_kv, "attn_qkv": n_head + n_head_kv}.get(kind)
+        if heads is None:
+            continue
+        turned = w[: heads * dim].reshape(heads, dim, -1)
+        turned[:, :turning] = turned[:, order]
 
 
 def without(names: list[str]) -> families.Change:
@@ -173,6 +184,7 @@ def changes(path: Path, name: str) -> Iterator[tuple[str, families.Change]]:
             yield what, without(tensors)
         else:
             yield what, lambda m, _, key=what: m.update({key: OFF[key](m[key])})  # type: ignore[misc]
+    yield "pairing", paired_otherwise
     for what, (other, metadata) in OTHER_NAMES.get(name, {}).items():
         yield what, lambda m, _, o=other, x=metadata: m.update({"general.architecture": o, **x})  # type: ignore[misc]
 

@@ -16,6 +16,7 @@ from checkpoints import (
     values,
     write_checkpoint,
 )
+from hf_llama import interleaved
 from ringlm.convert import convert
 
 GEMMA = {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None, "rope_theta": 10000.0}
@@ -44,6 +45,36 @@ def test_norms_of_gemma_get_their_one(tmp_path: Path) -> None:
     np.testing.assert_array_equal(
         values(q), tensors["model.layers.0.self_attn.q_proj.weight"].astype(np.float16)
     )
+
+
+def test_norms_of_the_first_gemma_too(tmp_path: Path) -> None:
+    config = llama_config(**GEMMA, architectures=["GemmaForCausalLM"], tie_word_embeddings=True)
+    tensors = {name: w for name, w in llama_tensors(config).items() if name != "lm_head.weight"}
+    convert(write_checkpoint(tmp_path / "m", config, tensors), tmp_path / "m.gguf", tokenizer=False)
+    _, found = read_gguf(tmp_path / "m.gguf")
+    for ours, theirs in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+        np.testing.assert_array_equal(
+            values(found[f"blk.1.{ours}.weight"]), tensors[f"model.layers.1.{theirs}.weight"] + np.float32(1)
+        )
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GraniteForCausalLM", "Qwen3ForCausalLM"])
+def test_rows_of_q_and_k_are_in_the_order_that_the_architecture_turns(
+    tmp_path: Path, architecture: str
+) -> None:
+    config = llama_config(architectures=[architecture])
+    tensors = llama_tensors(config)
+    if architecture == "Qwen3ForCausalLM":
+        dim = tensors["model.layers.0.self_attn.k_proj.weight"].shape[0] // config["num_key_value_heads"]
+        for i in range(config["num_hidden_layers"]):
+            for name in ("q_norm", "k_norm"):
+                tensors[f"model.layers.{i}.self_attn.{name}.weight"] = np.ones(dim, np.float32)
+    convert(write_checkpoint(tmp_path / "m", config, tensors), tmp_path / "m.gguf", "f32", tokenizer=False)
+    _, found = read_gguf(tmp_path / "m.gguf")
+    for name, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+        w = tensors[f"model.layers.1.self_attn.{name}_proj.weight"]
+        expected = w if architecture == "Qwen3ForCausalLM" else interleaved(w, config[heads])
+        np.testing.assert_array_equal(values(found[f"blk.1.attn_{name}.weight"]), expected)
 
 
 def mixtral(config: dict[str, Any], fused: bool) -> dict[str, Array]:

@@ -159,6 +159,39 @@ def test_yarn(tmp_path: Path, key: str, value: float) -> None:
     refused(tmp_path, "llama", FILE, f"rope.scaling.{key}' is ", YARN | {f"rope.scaling.{key}": value})
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("llama", {"rope.scaling.type": "yarn"}, "rope.scaling.factor' is missing"),
+        ("llama", {"rope.scaling.type": "linear"}, "rope.scaling.factor' is missing"),
+        (
+            "phi3-longrope",
+            {"rope.scaling.original_context_length": None},
+            "original_context_length' is missing",
+        ),
+        ("granite", {"logit_scale": None}, "granite.logit_scale' is missing"),
+        ("gemma3", {"attention.sliding_window": None}, "gemma3.attention.sliding_window' is missing"),
+    ],
+)
+def test_what_has_no_default_is_missed(tmp_path: Path, name: str, keys: Keys, words: str) -> None:
+    refused(tmp_path, name, FILE, words, keys)
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen2", "qwen2moe"])
+def test_biases_that_an_architecture_has(tmp_path: Path, name: str) -> None:
+    kinds = ["attn_qkv"] if name == "qwen" else ["attn_q", "attn_k", "attn_v"]
+    for kind in kinds:
+        write(tmp_path / "m.gguf", FAMILIES[name], weights={f"blk.1.{kind}.bias": None})
+        with pytest.raises(errors.UnsupportedModelError, match=r"bias of Q, K or V is missing in 'blk\.1\."):
+            _core.Model(str(tmp_path / "m.gguf"), 1)
+
+
+def test_a_bias_is_in_all_layers_or_in_none(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", FAMILIES["llama"], weights={"blk.1.attn_k.bias": np.ones(32, np.float32)})
+    with pytest.raises(errors.FileFormatError, match="only 1 of 2 layers have a bias"):
+        _core.Model(str(tmp_path / "m.gguf"), 1)
+
+
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 TENSORS = [

@@ -76,6 +76,7 @@ struct Config {
   std::int32_t n_ff_shared = 0;    // expert_shared_feed_forward_length: of an expert for every token; 0: none
   bool expert_weights_norm = false;  // expert_weights_norm: the weights of a token's experts sum to one
 
+  bool qkv_bias = false;  // Q, K and V must have a bias; else they may
   Norms norms = Norms::Before;
   QkNorm qk_norm = QkNorm::None;
   Activation activation = Activation::Silu;

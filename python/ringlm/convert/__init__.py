@@ -68,7 +68,8 @@ def convert(
     if tokenizer:
         metadata |= tokenizer_metadata(folder, model.sizes["vocab"])
     checkpoint = Checkpoint(folder)
-    if target.exists() and any(target.samefile(file) for file in checkpoint.files):
+    own = [file for file in folder.iterdir() if file.suffix != ".gguf"] + list(checkpoint.files)
+    if target.exists() and any(target.samefile(file) for file in own if file.exists()):
         raise InvalidArgument(f"{target} is a file of the checkpoint; give another name for the output")
     four_bit = None
     if model.quantization is not None:

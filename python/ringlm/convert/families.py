@@ -156,7 +156,7 @@ _GEMMA_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "head_dim": 256,
 }
-_GELU = ("gelu_pytorch_tanh", "gelu", "gelu_new")  # Gemma's first files say gelu and mean tanh
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
 _QWEN2_DEFAULTS = {"rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
 _GEMMA3 = Family(
     arch="gemma3",
@@ -264,7 +264,7 @@ FAMILIES: dict[str, Family] = {
         layer=(*_attention(), *_PRE_NORMS),
         mlp=_mlp(),
         norm_offset=1.0,
-        activations=_GELU,
+        activations=(*_GELU, "gelu"),  # the first files say gelu and mean tanh
         defaults=_GEMMA_DEFAULTS,
         extra=hyperparameters.gemma,
     ),

@@ -46,7 +46,10 @@ def rope(params: Config, n_ctx: int, n_rot: int, may_be_yarn: bool = True) -> tu
         "rope.dimension_count": n_rot,
         "rope.freq_base": params.positive("rope_theta"),
     }
-    kind = params.get("rope_type") or params.get("type") or "default"
+    kinds = [params.get(key) for key in ("rope_type", "type") if params.get(key)] or ["default"]
+    kind = kinds[0]
+    if kinds[-1] != kind:
+        raise FileFormatError(f"{params.file}: rope_type is {kind!r} and type is {kinds[-1]!r}")
     if kind in ("su", "yarn") and not may_be_yarn:
         kind = "longrope"
     if kind == "default":
@@ -85,6 +88,8 @@ def _original_length(params: Config, n_ctx: int) -> int:
 def _yarn(params: Config, n_ctx: int) -> Metadata:
     original = _original_length(params, n_ctx)
     factor = params.positive("factor") if "factor" in params else n_ctx / original
+    if factor == 1.0 and "factor" not in params:
+        raise FileFormatError(f"{params.file}: YaRN without a factor and without a shorter original length")
     if "truncate" in params and not params.flag("truncate"):
         raise UnsupportedModelError(f"{params.file}: YaRN with truncate = false; GGUF has no key for it")
     metadata: Metadata = {

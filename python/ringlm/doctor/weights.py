@@ -233,11 +233,15 @@ def check_values(f: Facts) -> Findings:
             continue
         if not np.isfinite(values).all():
             broken.append(tensor.name)
-        elif not values.any() and tensor.name.endswith("norm.weight"):
+        elif not values.any() and tensor.name.endswith(".weight"):
             empty.append(tensor.name)
     for names, what, consequence in (
         (broken, "NaN or infinity", "every answer is an error or nonsense"),
-        (empty, "nothing but zeros", "the layer is dead; a download that was not completed looks like this"),
+        (
+            empty,
+            "nothing but zeros",
+            "nothing comes out of it; a download that was not completed looks like this",
+        ),
     ):
         if names:
             more = f" (and in {len(names) - 1} more)" if len(names) > 1 else ""
