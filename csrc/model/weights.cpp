@@ -1,6 +1,5 @@
 #include "model/weights.h"
 
-#include <algorithm>
 #include <initializer_list>
 #include <numeric>
 #include <string>
@@ -230,15 +229,6 @@ Weights bind_weights(const gguf::File& file, const Config& c) {
   Weights w;
   w.token_embd = b.matrix("token_embd.weight", c.n_vocab, c.n_embd);
   for (std::int32_t i = 0; i < c.n_layer; ++i) w.layers.push_back(bind_layer(b, c, i));
-  // A bias is there in all layers or in none.
-  for (Vector LayerWeights::* bias :
-       {&LayerWeights::q_bias, &LayerWeights::k_bias, &LayerWeights::v_bias, &LayerWeights::out_bias}) {
-    const auto n = std::ranges::count_if(w.layers, [&](const LayerWeights& l) { return !(l.*bias).empty(); });
-    if (n != 0 && n != c.n_layer) {
-      throw FileFormatError("only " + std::to_string(n) + " of " + std::to_string(c.n_layer) +
-                            " layers have a bias 'attn_*.bias' that the others lack");
-    }
-  }
   w.output_norm = b.vector("output_norm.weight", c.n_embd);
   w.tied = !b.has("output.weight");
   w.head = w.tied ? w.token_embd : b.matrix("output.weight", c.n_vocab, c.n_embd);

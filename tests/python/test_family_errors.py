@@ -186,12 +186,6 @@ def test_biases_that_an_architecture_has(tmp_path: Path, name: str) -> None:
             _core.Model(str(tmp_path / "m.gguf"), 1)
 
 
-def test_a_bias_is_in_all_layers_or_in_none(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", FAMILIES["llama"], weights={"blk.1.attn_k.bias": np.ones(32, np.float32)})
-    with pytest.raises(errors.FileFormatError, match="only 1 of 2 layers have a bias"):
-        _core.Model(str(tmp_path / "m.gguf"), 1)
-
-
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 TENSORS = [
