@@ -25,7 +25,7 @@ void meet(Kind kind, std::uint32_t mask, Site at, void* argument,
     if ((theirs.mask >> t.lane & 1) == 0) continue;
     if (theirs.kind == kind && theirs.mask == mask && theirs.place == t.collective.place) continue;
     fail(t, at, "divergent collective: lane %d is here with mask %08x, lane %d at %s with mask %08x", t.lane,
-         mask, other.lane, to_string(theirs.place).c_str(), theirs.mask);
+         mask, other.lane, name_of(theirs.place).c_str(), theirs.mask);
   }
   warp.waiting |= 1u << t.lane;
   t.state = State::kInCollective;

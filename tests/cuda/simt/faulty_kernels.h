@@ -123,7 +123,7 @@ __global__ void two_barriers(int* y) {
   if (kFault && i < 32) {
     __syncthreads();  // here: two_barriers
   } else {
-    __syncthreads();  // here: two_barriers (the other)
+    __syncthreads();  // here: two_barriers, the other
   }
   st_global(y + i, i);
 }
@@ -135,7 +135,7 @@ __global__ void divergent_shuffle(int* y) {
   if (kFault && i % 32 < 16) {
     value = shfl_xor(kFullWarp, value, 1);  // here: divergent_shuffle
   } else {
-    value = shfl_xor(kFullWarp, value, 2);  // here: divergent_shuffle (the other)
+    value = shfl_xor(kFullWarp, value, 2);  // here: divergent_shuffle, the other
   }
   st_global(y + i, value);
 }
@@ -203,7 +203,7 @@ __global__ void plain_write_past_end(const int* x, int* y) {
 
 template <bool kFault>
 __global__ void misaligned_vector(const int* x, int* y) {
-  const int i = static_cast<int>(threadIdx.x) / 4;
+  const int i = static_cast<int>(threadIdx.x);
   const auto* from = reinterpret_cast<const int4*>(x + 4 * i + (kFault ? 1 : 0));
   if (i < kThreads / 4 - 1) st_global(y + i, ld_global(from).x);  // here: misaligned_vector
 }

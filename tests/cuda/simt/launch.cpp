@@ -123,7 +123,7 @@ void open_barrier() {
       const Place& place = barrier ? other.barrier_place : other.collective.place;
       fail(t, t.collective.place,
            "divergent collective: lane %d waits with mask %08x for lane %d, which is at %s", t.lane,
-           t.collective.mask, other.lane, to_string(place).c_str());
+           t.collective.mask, other.lane, name_of(place).c_str());
     }
   }
   const Thread& first = **at_barrier;
@@ -135,7 +135,7 @@ void open_barrier() {
     }
     if ((*t)->barrier != first.barrier || (*t)->barrier_place != first.barrier_place) {
       fail(**t, (*t)->barrier_place, "divergent barrier: thread %d waits here, thread %d at %s", (*t)->linear,
-           first.linear, to_string(first.barrier_place).c_str());
+           first.linear, name_of(first.barrier_place).c_str());
     }
     n_true += (*t)->predicate ? 1 : 0;
   }

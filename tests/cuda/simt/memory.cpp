@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <new>
 
@@ -96,7 +97,7 @@ void GlobalMemory::check_guards() {
     std::byte* const end = from + kGuard;
     std::byte* hit = std::find_if(from, end, [](std::byte b) { return b != std::byte{kGuardByte}; });
     if (hit == end) return;
-    const std::string where = simt::name_of(hit);
+    const std::string where = name_of(hit).c_str();
     std::memset(from, kGuardByte, kGuard);  // told once
     const Launch& launch = *machine().launch;
     throw Fault("a plain store wrote to " + where + " [kernel " + launch.kernel + ", after the launch]",
@@ -160,15 +161,17 @@ std::byte* SharedMemory::array(const void* tag, const char* name, std::size_t by
 bool SharedMemory::holds(const void* address) const { return number(address) - number(arena_) < kArena; }
 std::size_t SharedMemory::offset(const void* address) const { return number(address) - number(arena_); }
 
-std::string SharedMemory::name_of(const void* address) const {
+Text SharedMemory::name_of(const void* address) const {
   const std::size_t at = offset(address);
   const Array* nearest = &arrays_[0];
   for (const Array& a : arrays_) {
     if (a.begin < at + kGap / 2) nearest = &a;
   }
-  const auto byte = static_cast<std::ptrdiff_t>(at) - static_cast<std::ptrdiff_t>(nearest->begin);
-  return "byte " + std::to_string(byte) + " of shared array " + nearest->name + " (" +
-         std::to_string(nearest->bytes) + " bytes)";
+  Text text;
+  std::snprintf(text.chars, sizeof text.chars, "byte %td of shared array %s (%zu bytes)",
+                static_cast<std::ptrdiff_t>(at) - static_cast<std::ptrdiff_t>(nearest->begin),
+                nearest->name.c_str(), nearest->bytes);
+  return text;
 }
 
 void SharedMemory::check(const Thread& thread, const Place& place, const char* what, const void* address,
@@ -193,15 +196,15 @@ void SharedMemory::set_in_flight(const void* address, int bytes, bool in_flight)
               in_flight ? kCopying : kInArray);
 }
 
-std::string name_of(const void* address) {
+Text name_of(const void* address) {
   Machine& m = machine();
   if (m.shared.holds(address)) return m.shared.name_of(address);
+  Text text{"an address that is in no buffer"};
   const Allocation* a = m.global.find(address);
-  if (a == nullptr) return "an address that is in no buffer";
-  const auto byte =
-      static_cast<std::ptrdiff_t>(number(address)) - static_cast<std::ptrdiff_t>(number(a->base));
-  return "byte " + std::to_string(byte) + " of buffer " + a->name + " (" + std::to_string(a->bytes) +
-         " bytes)";
+  if (a == nullptr) return text;
+  std::snprintf(text.chars, sizeof text.chars, "byte %td of buffer %s (%zu bytes)",
+                static_cast<const std::byte*>(address) - a->base, a->name.c_str(), a->bytes);
+  return text;
 }
 
 // ---- accesses of the current thread

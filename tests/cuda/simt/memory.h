@@ -54,7 +54,7 @@ class SharedMemory {
   // Fails unless the bytes are of one array and no copy into them is under way.
   void check(const Thread& thread, const Place& place, const char* what, const void* address, int bytes);
   void set_in_flight(const void* address, int bytes, bool in_flight);
-  std::string name_of(const void* address) const;
+  Text name_of(const void* address) const;
   std::vector<Cell> cells;  // race build: per byte
 
  private:
@@ -72,6 +72,6 @@ class SharedMemory {
 };
 
 // "byte 4 of shared array s (256 bytes)", "byte 80 of buffer x (80 bytes)".
-std::string name_of(const void* address);
+Text name_of(const void* address);
 
 }  // namespace simt

@@ -34,6 +34,12 @@ struct Line {
   int line = 0;
 };
 Line resolve(const Place& place);
-std::string to_string(const Place& place);  // "file:line"
+
+// A short text without a destructor: fail() drops the frames of a kernel as they are.
+struct Text {
+  char chars[256];
+  const char* c_str() const { return chars; }
+};
+Text name_of(const Place& place);  // "file:line"
 
 }  // namespace simt

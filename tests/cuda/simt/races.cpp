@@ -91,7 +91,7 @@ void Races::report(const Access& before, bool before_wrote, const Thread& thread
   const char* const then = before.atomic() ? "atomic" : before_wrote ? "write" : "read";
   const bool same_block = before.clock >= block_begin_;
   fail(thread, place, "race: %s of %d bytes at %s, after the %s at %s by thread %d of %s, with no %s between",
-       now, bytes, name_of(address).c_str(), then, to_string(places_[before.place]).c_str(), before.linear(),
+       now, bytes, name_of(address).c_str(), then, name_of(places_[before.place]).c_str(), before.linear(),
        same_block ? "this block" : "another block", same_block ? "barrier" : "fence, atomic and fence");
 }
 
@@ -100,7 +100,7 @@ void Races::access(const Thread& thread, Cell* cells, const void* address, int b
   const auto self = static_cast<std::uint16_t>(thread.linear);
   Access now{clock_, place_index(place), self};
   if (touch == Touch::kAtomic) now.thread |= Access::kAtomic;
-  if (!shared && touch != Touch::kRead) fences_[self].unfenced = true;
+  if (!shared && touch == Touch::kWrite) fences_[self].unfenced = true;
   for (int i = 0; i < bytes; ++i) {
     Cell& cell = cells[i];
     const void* const byte = static_cast<const std::byte*>(address) + i;
@@ -141,7 +141,7 @@ void Races::bypass(const Place& place) { ++bypasses_[place]; }
 void Races::list_bypasses(Report& report) const {
   for (const auto& [place, count] : bypasses_) {
     report.bypasses += count;
-    report.bypass_lines.push_back(to_string(place));
+    report.bypass_lines.push_back(name_of(place).c_str());
   }
   std::sort(report.bypass_lines.begin(), report.bypass_lines.end());
 }

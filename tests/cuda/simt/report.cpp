@@ -50,9 +50,11 @@ Line resolve(const Place& place) {
   return place.code != nullptr ? line_of_code(place.code) : Line{};
 }
 
-std::string to_string(const Place& place) {
+Text name_of(const Place& place) {
   const Line line = resolve(place);
-  return line.file.empty() ? "an unknown line" : line.file + ":" + std::to_string(line.line);
+  Text text{"an unknown line"};
+  if (!line.file.empty()) std::snprintf(text.chars, sizeof text.chars, "%s:%d", line.file.c_str(), line.line);
+  return text;
 }
 
 std::string context_of(const Thread& thread) {
