@@ -8,6 +8,18 @@ namespace simt {
 
 namespace {
 
+// Two waiting lanes that name each other can only meet in the same collective.
+void check_against_waiting(const Thread& t, std::uint32_t waiting) {
+  for (std::uint32_t rest = waiting & t.collective.mask; rest != 0; rest &= rest - 1) {
+    const Thread& other = machine().thread(t.warp, __builtin_ctz(rest));
+    const Collective& theirs = other.collective;
+    if ((theirs.mask >> t.lane & 1) == 0 || theirs.meets(t.collective)) continue;
+    fail(t, t.collective.place,
+         "divergent collective: lane %d is here with mask %08x, lane %d at %s with mask %08x", t.lane,
+         t.collective.mask, other.lane, name_of(theirs.place).c_str(), theirs.mask);
+  }
+}
+
 // The current thread waits until the live lanes of the mask do, and then goes on with its result filled in.
 void meet(Kind kind, std::uint32_t mask, Site at, void* argument,
           void (*combine)(void* const*, std::uint32_t)) {
@@ -18,14 +30,11 @@ void meet(Kind kind, std::uint32_t mask, Site at, void* argument,
   }
   t.collective = {kind, mask, at, argument, combine};
   Warp& warp = m.warps[static_cast<std::size_t>(t.warp)];
-  // Two waiting lanes that name each other can only meet in the same collective.
-  for (std::uint32_t rest = warp.waiting & mask; rest != 0; rest &= rest - 1) {
-    const Thread& other = m.thread(t.warp, __builtin_ctz(rest));
-    const Collective& theirs = other.collective;
-    if ((theirs.mask >> t.lane & 1) == 0) continue;
-    if (theirs.kind == kind && theirs.mask == mask && theirs.place == t.collective.place) continue;
-    fail(t, at, "divergent collective: lane %d is here with mask %08x, lane %d at %s with mask %08x", t.lane,
-         mask, other.lane, name_of(theirs.place).c_str(), theirs.mask);
+  if (warp.waiting == 0) {
+    warp.mixed = false;
+  } else if (warp.mixed || !m.thread(t.warp, __builtin_ctz(warp.waiting)).collective.meets(t.collective)) {
+    warp.mixed = true;
+    check_against_waiting(t, warp.waiting);
   }
   warp.waiting |= 1u << t.lane;
   t.state = State::kInCollective;

@@ -10,11 +10,6 @@ namespace simt {
 uint3 thread_index, block_index;
 dim3 block_size, grid_size;
 
-Machine& machine() {
-  static Machine the_machine;
-  return the_machine;
-}
-
 Options& options() { return machine().options; }
 
 namespace {

@@ -26,6 +26,9 @@ struct Collective {
   Kind kind;
   std::uint32_t mask;
   Place place;
+  bool meets(const Collective& other) const {
+    return kind == other.kind && mask == other.mask && place == other.place;
+  }
   void* argument;                                                // of the kind's own type
   void (*combine)(void* const* arguments, std::uint32_t lanes);  // arguments by lane; fills in the results
 };
@@ -52,6 +55,7 @@ struct Thread {
 
 struct Warp {
   std::uint32_t live, waiting;  // lanes that have not exited; lanes in a collective
+  bool mixed;                   // the waiting lanes are not all in the same one
 };
 
 struct Machine {
@@ -72,7 +76,10 @@ struct Machine {
 
   Thread& thread(int warp, int lane) { return *threads[static_cast<std::size_t>(warp * kWarp + lane)]; }
 };
-Machine& machine();
+inline Machine& machine() {
+  static Machine the_machine;
+  return the_machine;
+}
 
 // Ends the launch: never returns to the thread, which may be another than the one that runs.
 [[noreturn, gnu::format(printf, 3, 4)]] void fail(const Thread& thread, const Place& place,
