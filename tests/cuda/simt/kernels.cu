@@ -9,6 +9,8 @@ void launch_all(cudaStream_t stream, const int* x, int* y, const float* f, float
   LAUNCH(kernels::tile_product<8>, 1, 32, 0, stream, h, h, g, 64);
   LAUNCH(kernels::tile_product<16>, 1, 32, 0, stream, h, h, g, 64);
   LAUNCH(kernels::sum_by_last_block<kernels::Fences::kBoth>, dim3(40), dim3(64), 0, stream, f, 100, g, v, g);
+  LAUNCH(kernels::spread_and_sum<kernels::Who::kWarp>, 3, 32, 0, stream, f, g, v, g);
+  LAUNCH((kernels::scratch_places<8, 16>), 1, 32, 0, stream, y);
   LAUNCH(kernels::gather<std::int8_t>, 1, 32, 0, stream, reinterpret_cast<const std::int8_t*>(x), 0, 1,
          reinterpret_cast<std::int8_t*>(y));
   LAUNCH(kernels::gather<half>, 1, 32, 0, stream, h, 0, 1, reinterpret_cast<half*>(y));

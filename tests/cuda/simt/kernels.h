@@ -108,6 +108,54 @@ __global__ void sum_by_last_block(const float* x, int n, float* partial, unsigne
   }
 }
 
+enum class Who { kThread0, kEveryThread, kWarp };
+
+// y[i] = sum over the blocks b of spread[b][i], i < 32, where block b has spread[b][i] = x[b] + i: by the
+// last of them. What all threads of a block wrote is released by thread 0 for all, by each for itself, or, in
+// blocks of one warp, by lane 0 behind __syncwarp. Blocks of 32 threads.
+template <Who kReleases>
+__global__ void spread_and_sum(const float* x, float* spread, unsigned* arrived, float* y) {
+  SMEM_STATIC(unsigned, place, 1);
+  const int i = static_cast<int>(threadIdx.x);
+  st_global(spread + blockIdx.x * 32 + threadIdx.x, ld_global(x + blockIdx.x) + static_cast<float>(i));
+  if (kReleases == Who::kEveryThread) __threadfence();
+  if (kReleases == Who::kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  if (i == 0) {
+    if (kReleases != Who::kEveryThread) __threadfence();
+    place[0] = atomicAdd(arrived, 1u);
+    __threadfence();
+  }
+  if (kReleases == Who::kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  if (place[0] != gridDim.x - 1) return;
+  float sum = 0.0f;
+  for (unsigned b = 0; b < gridDim.x; ++b) sum += ld_global(spread + b * 32 + threadIdx.x);
+  st_global(y + i, sum);
+}
+
+// Shared arrays of a device function: one for each instance of it, the same one in every call. y[i]: 1 if the
+// two do not overlap, and 2 if a second call gave the same ones.
+template <int kCount>
+__device__ __forceinline__ int* scratch() {
+  SMEM_STATIC(int, s, kCount);
+  return s;
+}
+template <int kOne, int kOther>
+__global__ void scratch_places(int* y) {
+  int* const one = scratch<kOne>();
+  int* const other = scratch<kOther>();
+  const bool apart = other >= one + kOne || one >= other + kOther;
+  st_global(y + threadIdx.x,
+            (apart ? 1 : 0) + (scratch<kOne>() == one && scratch<kOther>() == other ? 2 : 0));
+}
+
 // One request of a warp a row: y[i] = x[first + stride * i], i < 32, of T's of any size.
 template <class T>
 __global__ void gather(const T* x, int first, int stride, T* y) {

@@ -121,6 +121,7 @@ void open_barrier() {
            t.collective.mask, other.lane, name_of(place).c_str());
     }
   }
+  if (at_barrier == end) fail(**in_collective, (*in_collective)->collective.place, "no thread can go on");
   const Thread& first = **at_barrier;
   int n_true = 0;
   for (auto t = begin; t != end; ++t) {

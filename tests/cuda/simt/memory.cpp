@@ -60,7 +60,7 @@ void* GlobalMemory::allocate(std::size_t bytes, std::string name) {
   a.name = name;
   a.count = {std::move(name), bytes};
   a.touched.resize(bytes);
-  if (kRaceBuild) a.cells.resize(bytes);
+  a.cells = make_cells(bytes);
   std::memset(a.base, kPoison, bytes);
   forbid(a.storage.get(), static_cast<std::size_t>(a.base - a.storage.get()));
   forbid(a.base + bytes, static_cast<std::size_t>(a.storage.get() + total - (a.base + bytes)));
@@ -112,11 +112,10 @@ void GlobalMemory::check_guards() {
 
 // ---- shared
 
-SharedMemory::SharedMemory() : state_(kArena) {
+SharedMemory::SharedMemory() : cells(make_cells(kArena)), state_(kArena) {
   void* memory = mmap(nullptr, kArena, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   arena_ = static_cast<std::byte*>(memory);
-  if (kRaceBuild) cells.resize(kArena);
   std::memset(arena_, kPoison, kArena);
   forbid(arena_, kArena);
 }

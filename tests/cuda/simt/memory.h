@@ -20,12 +20,12 @@ constexpr unsigned char kPoison = 0xff;  // a NaN in every floating type
 struct Allocation {
   std::string name;
   std::unique_ptr<std::byte[]> storage;  // guard, the buffer, guard
-  std::byte* base;
-  std::size_t bytes;
+  std::byte* base = nullptr;
+  std::size_t bytes = 0;
   bool has(const void* address, int n) const;
   BufferCount count;
   std::vector<std::uint8_t> touched;  // per byte: 1 read, 2 written
-  std::vector<Cell> cells;            // race build: per byte
+  Cells cells{nullptr, &std::free};   // race build: per byte
 };
 
 class GlobalMemory {
@@ -55,7 +55,7 @@ class SharedMemory {
   void check(const Thread& thread, const Place& place, const char* what, const void* address, int bytes);
   void set_in_flight(const void* address, int bytes, bool in_flight);
   Text name_of(const void* address) const;
-  std::vector<Cell> cells;  // race build: per byte
+  Cells cells;  // race build: per byte
 
  private:
   struct Array {

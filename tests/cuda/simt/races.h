@@ -6,8 +6,11 @@
 // address; the barriers on either side pass that on to the other threads of the blocks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -31,6 +34,12 @@ struct Access {
 struct Cell {
   Access write, read, other_read;
 };
+
+// One for each byte of some memory, at first all zero; most are never touched, so calloc.
+using Cells = std::unique_ptr<Cell[], decltype(&std::free)>;
+inline Cells make_cells(std::size_t n) {
+  return {kRaceBuild ? static_cast<Cell*>(std::calloc(n, sizeof(Cell))) : nullptr, &std::free};
+}
 
 enum class Touch { kRead, kWrite, kAtomic };
 

@@ -107,6 +107,35 @@ TEST_CASE("the last block to arrive combines") {
   });
 }
 
+TEST_CASE("whoever releases what the block wrote") {
+  using kernels::Who;
+  for (const auto kernel :
+       {kernels::spread_and_sum<Who::kThread0>, kernels::spread_and_sum<Who::kEveryThread>,
+        kernels::spread_and_sum<Who::kWarp>}) {
+    in_every_order([&] {
+      Buffer<float> x("x", std::vector<float>{1.0f, 20.0f, 300.0f}), spread("spread", 3 * 32), y("y", 32);
+      Buffer<unsigned> arrived("arrived", std::vector<unsigned>{0});
+      LAUNCH(kernel, 3, 32, 0, nullptr, x.data(), spread.data(), arrived.data(), y.data());
+      for (std::size_t i = 0; i < 32; ++i) CHECK(y[i] == 321.0f + 3.0f * static_cast<float>(i));
+    });
+  }
+}
+
+TEST_CASE("shared arrays of device functions") {
+  Buffer<int> y("y", 32);
+  LAUNCH((kernels::scratch_places<8, 16>), 1, 32, 0, nullptr, y.data());
+  for (const int found : y) CHECK(found == 3);
+}
+
+TEST_CASE("device memory has its exact size, an alignment of 256 bytes, and NaNs in it") {
+  for (const std::size_t count : {1, 3, 64, 1000}) {
+    Buffer<float> x("x", count);
+    CHECK(reinterpret_cast<std::uintptr_t>(x.data()) % 256 == 0);
+    CHECK(report().buffer("x").size == 4 * count);
+    for (const float v : x) CHECK(std::isnan(v));
+  }
+}
+
 TEST_CASE("barriers that count, in a block of two dimensions") {
   in_every_order([] {
     Buffer<int> y("y", 3 * 50);
