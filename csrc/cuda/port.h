@@ -1,16 +1,15 @@
-// What CUDA kernels are written with: the one header that differs between nvcc and the host, and the only one
-// with inline PTX. With g++ the same kernels run in the executor of tests/cuda/simt, where every instruction
-// here has a twin; tests/cuda/simt/test_port.cpp compares the twins with the definitions in the PTX ISA
-// manual.
+// What CUDA kernels are written with: the one header that differs between nvcc and the host, and the only
+// one with inline PTX. With g++ the same kernels run in the executor of tests/cuda/simt, where every
+// instruction has a twin; tests/cuda/simt/test_port.cpp holds the twins against the PTX ISA manual.
 //
-// Rules that the executor checks, or that it relies on:
-//   - shared memory comes from SMEM_DYN and SMEM_STATIC, launches are LAUNCH;
-//   - global memory is read and written through ld_global, ld_global_stream and st_global (or cp_async16 and
-//     the atomics of CUDA): one call is one instruction of a warp, of 1, 2, 4, 8 or 16 bytes a lane;
-//   - collectives name their mask, one collective stands on a source line, none inside a condition;
-//   - only __syncwarp() and __syncthreads() order memory; blocks never wait for one another. The last block
-//   to
-//     arrive may read what the others wrote: __threadfence(), an atomic, and __threadfence() again.
+// Rules that the executor checks, or relies on:
+//   - Shared memory comes from SMEM_DYN and SMEM_STATIC, launches are LAUNCH.
+//   - Global memory is read and written by ld_global, ld_global_stream and st_global, by cp_async16 and by
+//     the atomics of CUDA. A call is one instruction of a warp: 1, 2, 4, 8 or 16 bytes a lane.
+//   - Collectives name their mask. One stands on a source line, and none within an expression that not all
+//     lanes evaluate.
+//   - Only __syncwarp() and __syncthreads() order memory. Blocks never wait for one another. The last block
+//     to arrive may read what others wrote: after __threadfence(), an atomic, and __threadfence() again.
 #pragma once
 
 #include <cstddef>

@@ -50,8 +50,7 @@ __global__ void column_sums(const float* x, int rows, float* columns) {
   st_global(reinterpret_cast<float4*>(columns + 4 * reader), make_float4(sum[0], sum[1], sum[2], sum[3]));
 }
 
-// c[16][8] = a[16][k] b[8][k]^T in half, summed in float: k a multiple of 16, one warp. Depth 8 or 16 a
-// product.
+// c[16][8] = a[16][k] b[8][k]^T in half, summed in float: k a multiple of 16, one warp, kDepth 8 or 16.
 template <int kDepth>
 __global__ void tile_product(const half* a, const half* b, float* c, int k) {
   const int lane = static_cast<int>(threadIdx.x), group = lane / 4, in_group = lane % 4;
@@ -205,8 +204,8 @@ __global__ void movmatrix_of(const std::uint32_t* x, std::uint32_t* y) {
   st_global(y + threadIdx.x, movmatrix_trans(ld_global(x + threadIdx.x)));
 }
 
-// y[lane][6]: the four shuffles of x by `operand`, in segments of `width`; then all lanes' ballot and
-// maximum.
+// y[lane][6]: the four shuffles of x by `operand`, in segments of `width`; then a ballot, and a
+// maximum of 8 lanes.
 __global__ void shuffles_of(const int* x, int operand, int width, int* y) {
   const int lane = static_cast<int>(threadIdx.x), value = ld_global(x + lane);
   st_global(y + 6 * lane, shfl(kFullWarp, value, operand, width));

@@ -1,5 +1,4 @@
-// Where an access or collective stands in the source: a line, or an instruction whose line debug information
-// has.
+// Where an access or collective stands: a source line, or code whose line the debug information has.
 #pragma once
 
 #include <cstddef>

@@ -1,37 +1,36 @@
 // A SIMT executor: runs CUDA kernels on the host, for tests. g++ compiles the same kernel headers that nvcc
-// does, against csrc/cuda/port.h; every CUDA thread is a fiber, which runs until it needs others of its warp
-// or block.
+// does, against csrc/cuda/port.h. Every CUDA thread is a fiber, which runs until it needs others of its
+// warp or block. Launches come from plain C++:
 //
-//   simt::Buffer<float> x("x", 1000), sum("sum", 1);             // device memory: exact size, 256-byte
-//   alignment LAUNCH(reduce, dim3(4), dim3(256), 0, nullptr, x.data(), sum.data(), 1000);   // throws Fault
+//   simt::Buffer<float> x("x", 1000), sum("sum", 1);  // device memory: exact size, 256-byte alignment
+//   LAUNCH(block_sum, dim3(1), dim3(256), 0, nullptr, x.data(), 1000, sum.data());  // throws Fault
 //   simt::report().line(simt::Op::kGlobalLoad, "kernels.h", 12).sectors;
 //
 // What it shows, with kernel, source line, block and thread:
-//   in every build  global accesses outside of a buffer, or misaligned; accesses outside of a shared array;
-//                   collectives whose lanes, lines or masks disagree; barriers that not all threads reach;
-//                   copies of cp.async read before they were waited for, or never waited for. Memory that
-//                   nothing has written holds NaNs (0xff): device memory when allocated, shared memory before
-//                   each block. Writes past a buffer by a plain store are seen after the launch, without line
-//                   and thread.
-//   race build      compiled with -fsanitize=thread, whose callbacks (races.cpp) stand in for its runtime:
-//   plain
-//                   accesses are checked as well; two accesses of which one is a write, with no barrier
-//                   between them, in shared or global memory, within a block or between blocks; reads of
-//                   shared memory that this block has not written; global accesses that bypass ld_global and
-//                   st_global.
-//   ASan and UBSan  plain accesses outside of buffers and shared arrays end the process.
-// And counts, per source line: requests of a warp, their 32-byte sectors, wavefronts of shared memory banks;
-// per buffer: bytes and sectors moved, and distinct bytes touched, to hold against the floor that a kernel
-// states.
+//   - In every build: global accesses outside of a buffer, or misaligned; accesses by ld_shared and
+//     st_shared outside of an array; collectives whose lanes, lines or masks disagree; barriers that not
+//     all threads reach; copies of cp.async that are read before they were waited for, or never waited for.
+//     Memory that nothing has written holds NaNs (0xff): device memory once allocated, shared memory before
+//     each block. What a plain store wrote around a buffer is seen after the launch, without line and
+//     thread.
+//   - Race build (compiled with -fsanitize=thread, whose callbacks in races.cpp stand in for its library):
+//     two accesses of which one is a write and which nothing puts in order, in shared or global memory,
+//     within a block or between blocks; reads of shared memory that this block has not written; global
+//     accesses that bypass ld_global and st_global, counted. All of the above for plain accesses too.
+//   - ASan and UBSan build: plain accesses outside of buffers and arrays end the process.
+// What it counts: for each source line, requests of warps, their 32-byte sectors, and wavefronts of the
+// banks of shared memory (by ld_shared, st_shared and cp.async); for each buffer, bytes and sectors moved,
+// and distinct bytes touched, to hold against the floor that a kernel states.
 //
-// What it does not show: time, occupancy, registers; the rounding of approximate instructions and the order
-// of sums within mma (sums here are double); bugs of ptxas; caches, and with them which sectors reach DRAM;
-// weak memory order, beyond what the race build says. Blocks run one after another, and a thread runs on
-// until it waits: run a kernel in all three orders. These are stricter than the hardware: threads that exit
-// before a barrier of others, and shuffles from lanes outside of the mask, are faults; __syncwarp() of a part
-// of the live lanes does not order memory. These are approximate: the k-th access of a line by each lane
-// counts as one request, from where all lanes of the warp last met; after lanes diverged that may pair the
-// wrong ones.
+// What it does not show: time, occupancy, registers; the rounding of approximate instructions, and the
+// order of sums inside mma (here they are double); bugs of ptxas; caches, and so which sectors reach DRAM;
+// weak memory order, beyond what the race build says. A thread runs on until it waits, and blocks run one
+// after another: run a kernel in all three orders.
+// Stricter than hardware: threads that exit before a barrier of others, and shuffles from lanes outside of
+// the mask, are faults; a __syncwarp() of a part of the live lanes orders no memory.
+// Approximate: the k-th access of a line by each lane is of one request, counted from where all lanes of
+// the warp last met, which may pair the wrong ones after lanes diverged; calls of memcpy and memset on
+// shared memory are seen by ASan alone.
 //
 // One host thread at a time, one device. A fault leaves device memory as it was at that moment.
 #pragma once
@@ -84,9 +83,9 @@ constexpr bool kRaceBuild =
     false;
 #endif
 
-// ---- host side. A stream has no meaning here yet: launches run at once. Stand-ins for the rest of the
-// runtime API that a backend calls (cudaMalloc, cudaMemcpyAsync, events, graphs) belong in
-// simt/runtime_api.h, over these functions; a captured graph is a vector of Launch.
+// ---- host side. Launches run at once, streams have no meaning yet. Stand-ins for the rest of the runtime
+// API that a backend calls (cudaMalloc, cudaMemcpyAsync, events, graphs) belong in simt/runtime_api.h, over
+// the functions here: a graph is the Launches that launch() would have run.
 using Stream = void*;
 
 struct Launch {
@@ -104,8 +103,7 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
   run({name, grid, block, shared_bytes, [kernel, copied] { std::apply(kernel, copied); }});
 }
 
-// Device memory, aligned to 256 bytes, between guards; the host may read and write it. The name is for
-// messages.
+// Device memory, aligned to 256 bytes, between guards, for the host too. The name is for messages.
 void* device_alloc(std::size_t bytes, std::string name);
 void device_free(void* memory);
 
