@@ -172,6 +172,45 @@ __global__ void shared_stride(int stride, T* y) {
   st_global(y + lane, ld_shared(&words[stride * lane]));
 }
 
+// What a thread does in a step: nothing, 1 reads, 2 writes, so many bytes (1, 2 or 4) at an address.
+struct Step {
+  std::uint8_t op, bytes, address;
+};
+
+template <bool kShared, class T>
+__device__ __forceinline__ void access(std::uint8_t op, T* at) {
+  if (op == 1) {
+    kShared ? ld_shared(at) : ld_global(at);
+  } else if (kShared) {
+    st_shared(at, T{});
+  } else {
+    st_global(at, T{});
+  }
+}
+
+// steps[n_steps][threads] on 16 bytes of memory, and after each of them syncs[step]: nothing, 1 __syncwarp,
+// or 2
+// __syncthreads. In shared memory instead, once that has been written.
+template <bool kShared>
+__global__ void run_steps(const Step* steps, const std::uint8_t* syncs, int n_steps, std::uint8_t* memory) {
+  SMEM_STATIC(std::uint8_t, shared, 16);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 16) st_shared(&shared[thread], std::uint8_t{});
+  __syncthreads();
+  for (int i = 0; i < n_steps; ++i) {
+    const std::uint8_t* const step =
+        reinterpret_cast<const std::uint8_t*>(steps + i * static_cast<int>(blockDim.x) + thread);
+    const std::uint8_t op = ld_global(step), bytes = ld_global(step + 1), address = ld_global(step + 2);
+    std::uint8_t* const at = (kShared ? shared : memory) + address;
+    if (op != 0 && bytes == 1) access<kShared>(op, at);
+    if (op != 0 && bytes == 2) access<kShared>(op, reinterpret_cast<std::uint16_t*>(at));
+    if (op != 0 && bytes == 4) access<kShared>(op, reinterpret_cast<std::uint32_t*>(at));
+    const std::uint8_t sync = ld_global(syncs + i);
+    if (sync == 1) __syncwarp();
+    if (sync == 2) __syncthreads();
+  }
+}
+
 // ---- one instruction each
 
 __global__ void ex2_of(const float* x, float* y) {
