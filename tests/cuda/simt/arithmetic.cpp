@@ -6,9 +6,8 @@
 
 namespace simt {
 
-// .ftz: subnormal inputs and results become zero of their sign.
+// .ftz: a subnormal result becomes zero. A subnormal input would too, but gives 1 anyway.
 float ex2_approx_ftz(float x) {
-  if (std::fabs(x) < std::numeric_limits<float>::min()) x = 0.0f;
   const float y = std::exp2(x);
   return y < std::numeric_limits<float>::min() ? 0.0f : y;
 }

@@ -172,6 +172,12 @@ __global__ void shared_stride(int stride, T* y) {
   st_global(y + lane, ld_shared(&words[stride * lane]));
 }
 
+// order[i]: the index of the thread, over all blocks, that was the i-th to come here.
+__global__ void order_of_threads(unsigned* count, int* order) {
+  const unsigned i = atomicAdd(count, 1u);
+  st_global(order + i, static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x));
+}
+
 // What a thread does in a step: nothing, 1 reads, 2 writes, so many bytes (1, 2 or 4) at an address.
 struct Step {
   std::uint8_t op, bytes, address;

@@ -3,7 +3,9 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -42,6 +44,30 @@ void check_no_bypass() {
 }
 
 }  // namespace
+
+TEST_CASE("the three orders") {
+  constexpr unsigned kBlocks = 3, kThreads = 70, kAll = kBlocks * kThreads;
+  const Options before = options();
+  const auto order_of = [&](Order order, unsigned seed) {
+    options().order = order;
+    options().seed = seed;
+    Buffer<unsigned> count("count", std::vector<unsigned>{0});
+    Buffer<int> threads("threads", kAll);
+    LAUNCH(kernels::order_of_threads, kBlocks, kThreads, 0, nullptr, count.data(), threads.data());
+    options() = before;
+    return std::vector<int>(threads.begin(), threads.end());
+  };
+  std::vector<int> ascending(kAll);
+  std::iota(ascending.begin(), ascending.end(), 0);
+  CHECK(order_of(Order::kForward, 1) == ascending);
+  CHECK(order_of(Order::kBackward, 1) == std::vector<int>(ascending.rbegin(), ascending.rend()));
+  std::vector<int> random = order_of(Order::kRandom, 1);
+  CHECK(random == order_of(Order::kRandom, 1));
+  CHECK(random != order_of(Order::kRandom, 2));
+  CHECK(random != ascending);
+  std::sort(random.begin(), random.end());
+  CHECK(random == ascending);
+}
 
 TEST_CASE("reduction by shuffles") {
   in_every_order([] {
