@@ -35,7 +35,7 @@
 // kernel<<<grid, block, smem, stream>>>(...). A template with several arguments goes in parentheses.
 #define LAUNCH(kernel, grid, block, smem, stream, ...) (kernel)<<<grid, block, smem, stream>>>(__VA_ARGS__)
 #else
-#define SMEM_STATIC(T, name, n) T(&name)[n] = simt::static_shared<T, (n)>([] {}, #name)
+#define SMEM_STATIC(T, name, n) T(&name)[n] = *simt::static_shared<T[n]>([] {}, #name)
 #define SMEM_DYN(T, name) T* const name = static_cast<T*>(simt::dynamic_shared(#name))
 #define LAUNCH(kernel, grid, block, smem, stream, ...) \
   simt::launch(#kernel, kernel, grid, block, smem, stream __VA_OPT__(, ) __VA_ARGS__)

@@ -25,25 +25,19 @@ void copy_async(void* to, const void* from, int bytes, Site at);
 void copy_async_commit();
 void copy_async_wait(int in_flight);
 
-void* dynamic_shared(const char* name, Site at = Site::current());
+void* dynamic_shared(const char* name);
 void* static_shared(const void* tag, const char* name, std::size_t bytes, std::size_t align, Site at);
 
-// `unique` is a lambda of the place: every instance of a template has an array of its own.
-template <class T, std::size_t kCount, class Unique>
-T (&static_shared(Unique, const char* name, Site at = Site::current()))
-[kCount] {
+// T is an array type. The lambda stands for the place: every instance of a template has an array of its own.
+template <class T, class Lambda>
+T* static_shared(Lambda, const char* name, Site at = Site::current()) {
   static constexpr char tag = 0;
   constexpr std::size_t align = alignof(T) > 16 ? alignof(T) : 16;
-  return *static_cast<T(*)[kCount]>(static_shared(&tag, name, sizeof(T) * kCount, align, at));
+  return static_cast<T*>(static_shared(&tag, name, sizeof(T), align, at));
 }
 
 // collectives.cpp
-enum class Shuffle {
-  kIndex,
-  kXor,
-  kUp,
-  kDown
-};
+enum class Shuffle { kIndex, kXor, kUp, kDown };
 std::uint64_t shuffle_bits(Shuffle how, std::uint32_t mask, std::uint64_t value, int operand, int width,
                            Site at);
 std::uint32_t ballot(std::uint32_t mask, bool predicate, Site at);

@@ -170,9 +170,10 @@ void check_shape(const Launch& launch, const Options& limits) {
     throw Fault(why + " [kernel " + launch.kernel + ", at its launch]", launch.kernel, "", 0, {}, {});
   };
   if (!grid_fits || !block_fits) refuse("no such grid or block");
-  if (launch.shared_bytes > limits.shared_limit) {
+  const std::size_t limit = std::min(limits.shared_limit, SharedMemory::kLargest);
+  if (launch.shared_bytes > limit) {
     refuse(std::to_string(launch.shared_bytes) + " bytes of shared memory, the limit is " +
-           std::to_string(limits.shared_limit));
+           std::to_string(limit));
   }
 }
 

@@ -20,8 +20,8 @@ namespace {
 constexpr std::size_t kAlign = 256;   // of device memory
 constexpr std::size_t kGuard = 1024;  // before and behind a buffer
 constexpr unsigned char kGuardByte = 0xa5;
-constexpr std::size_t kArena = 512 * 1024;  // shared memory of a block, with its gaps
-constexpr std::size_t kGap = 64;            // between shared arrays
+constexpr std::size_t kArena = 2 * SharedMemory::kLargest;  // with gaps
+constexpr std::size_t kGap = 64;                            // between shared arrays
 
 // Per byte of shared memory.
 constexpr std::uint8_t kFree = 0, kInArray = 1, kCopying = 2;
@@ -135,9 +135,6 @@ void SharedMemory::begin_block(std::size_t dynamic_bytes, std::size_t limit) {
 std::byte* SharedMemory::carve(const void* tag, const char* name, std::size_t bytes, std::size_t align) {
   used_ = (used_ + align - 1) / align * align + bytes;
   const std::size_t begin = (top_ + kGap + align - 1) / align * align;
-  if (used_ > limit_ || begin + bytes + kGap > kArena) {
-    fail(*machine().current, {}, "%zu bytes of shared memory, the limit is %zu", used_, limit_);
-  }
   allow(arena_ + begin, bytes);
   std::fill_n(state_.begin() + static_cast<std::ptrdiff_t>(begin), bytes, kInArray);
   top_ = begin + bytes;
@@ -150,9 +147,14 @@ std::byte* SharedMemory::dynamic(const char* name) {
   return arena_ + arrays_[0].begin;
 }
 
-std::byte* SharedMemory::array(const void* tag, const char* name, std::size_t bytes, std::size_t align) {
+std::byte* SharedMemory::array(const void* tag, const char* name, std::size_t bytes, std::size_t align,
+                               const Place& place) {
   for (const Array& a : arrays_) {
     if (a.tag == tag) return arena_ + a.begin;
+  }
+  if (used_ + bytes > limit_ || top_ + bytes + 2 * kGap + align > kArena) {
+    fail(*machine().current, place, "%zu bytes of shared memory with array %s, the limit is %zu",
+         used_ + bytes, name, limit_);
   }
   return carve(tag, name, bytes, align);
 }
@@ -327,10 +329,10 @@ void copy_async_wait(int in_flight) {
   }
 }
 
-void* dynamic_shared(const char* name, Site) { return machine().shared.dynamic(name); }
+void* dynamic_shared(const char* name) { return machine().shared.dynamic(name); }
 
-void* static_shared(const void* tag, const char* name, std::size_t bytes, std::size_t align, Site) {
-  return machine().shared.array(tag, name, bytes, align);
+void* static_shared(const void* tag, const char* name, std::size_t bytes, std::size_t align, Site at) {
+  return machine().shared.array(tag, name, bytes, align, at);
 }
 
 void* device_alloc(std::size_t bytes, std::string name) {

@@ -43,11 +43,14 @@ class GlobalMemory {
 
 class SharedMemory {
  public:
+  static constexpr std::size_t kLargest = 256 * 1024;  // of a block, on any device and more
+
   SharedMemory();
   void begin_block(std::size_t dynamic_bytes, std::size_t limit);
   std::byte* dynamic(const char* name);
   // The array of a tag: made by the first thread that asks.
-  std::byte* array(const void* tag, const char* name, std::size_t bytes, std::size_t align);
+  std::byte* array(const void* tag, const char* name, std::size_t bytes, std::size_t align,
+                   const Place& place);
 
   bool holds(const void* address) const;
   std::size_t offset(const void* address) const;

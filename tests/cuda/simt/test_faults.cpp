@@ -306,7 +306,15 @@ TEST_CASE("launches that no device takes") {
   CHECK(what(1, dim3(1, 1, 65), 0) == "no such grid or block [kernel kernel, at its launch]");
   CHECK(what(1, 64, 48 * 1024 + 1) ==
         "49153 bytes of shared memory, the limit is 49152 [kernel kernel, at its launch]");
-  CHECK(what(1, 64, 48 * 1024).find("49408 bytes of shared memory, the limit is 49152") == 0);
+  CHECK(what(1, 64, 48 * 1024).find("49408 bytes of shared memory with array s, the limit is 49152") !=
+        std::string::npos);
+  const Options before = options();
+  options().shared_limit = std::size_t{1} << 30;
+  CHECK(what(1, 64, 256 * 1024) == "nothing");
+  CHECK(what(1, 64, 256 * 1024 + 1) ==
+        "262145 bytes of shared memory, the limit is 262144 [kernel kernel, at its launch]");
+  options() = before;
+
   CHECK(what(1, 64, 47 * 1024) == "nothing");
 }
 
