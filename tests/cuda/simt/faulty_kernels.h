@@ -237,6 +237,15 @@ __global__ void global_load_of_shared(const int* x, int* y) {
   st_global(y + i, ld_global(from));  // here: global_load_of_shared
 }
 
+// The load is in the code of half.h, once that is inlined here.
+template <bool kFault>
+__global__ void bypass_in_call(const int* x, int* y) {
+  const int i = static_cast<int>(threadIdx.x);
+  const half* const h = reinterpret_cast<const half*>(x + i);
+  const float value = __half2float(kFault ? *h : ld_global(h));  // here: bypass_in_call
+  st_global(y + i, static_cast<int>(value));
+}
+
 // Not wrong, but not counted either.
 template <bool kFault>
 __global__ void bypass(const int* x, int* y) {

@@ -143,7 +143,9 @@ void Races::list_bypasses(Report& report) const {
     report.bypasses += count;
     report.bypass_lines.push_back(name_of(place).c_str());
   }
-  std::sort(report.bypass_lines.begin(), report.bypass_lines.end());
+  std::vector<std::string>& lines = report.bypass_lines;  // one may have several instructions
+  std::sort(lines.begin(), lines.end());
+  lines.erase(std::unique(lines.begin(), lines.end()), lines.end());
 }
 
 #if defined(SIMT_RACES)

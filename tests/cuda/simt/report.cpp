@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
+#include <string_view>
 
 #include "simt/machine.h"
 
@@ -33,14 +34,23 @@ Line line_of_code(const void* return_address) {
   if (length <= 0) return {};
   executable[length] = '\0';
   char command[4400], found[4096];
-  std::snprintf(command, sizeof command, "addr2line -e '%s' %p 2>/dev/null", executable,
+  std::snprintf(command, sizeof command, "addr2line -i -e '%s' %p 2>/dev/null", executable,
                 static_cast<const void*>(call));
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> pipe(popen(command, "r"), pclose);
-  if (!pipe || std::fgets(found, sizeof found, pipe.get()) == nullptr) return {};
-  const std::string text = found;
-  const std::size_t colon = text.rfind(':');
-  if (colon == std::string::npos || text[0] == '?') return {};
-  return {without_folders(text.substr(0, colon)), std::atoi(text.c_str() + colon + 1)};
+  if (!pipe) return {};
+  Line line;
+  while (std::fgets(found, sizeof found, pipe.get()) !=
+         nullptr) {  // inlined functions first, then who called them
+    const std::string text = found;
+    const std::size_t colon = text.rfind(':');
+    if (colon == std::string::npos || text[0] == '?') break;
+    line = {without_folders(text.substr(0, colon)), std::atoi(text.c_str() + colon + 1)};
+    static constexpr std::string_view kOurs[] = {"half.h", "builtins.h", "device.h", "port.h"};
+    if (std::find(std::begin(kOurs), std::end(kOurs), line.file) == std::end(kOurs)) break;
+  }
+  while (std::fgets(found, sizeof found, pipe.get()) != nullptr) {  // nor is addr2line cut short
+  }
+  return line;
 }
 
 }  // namespace

@@ -285,13 +285,20 @@ TEST_CASE("out of bounds by plain accesses") {
 
 TEST_CASE("accesses that bypass ld_global") {
   Buffer<int> y("y", kThreads);
-  reset_report();
-  run("bypass", faulty::bypass<false>, y);
-  CHECK(report().bypasses == 0);
-  run("bypass", faulty::bypass<true>, y);
+  const auto bypasses = [&](const std::string& name, Copier kernel) {
+    reset_report();
+    run(name, kernel, y);
+    return report();
+  };
+  CHECK(bypasses("bypass", faulty::bypass<false>).bypasses == 0);
+  CHECK(bypasses("bypass_in_call", faulty::bypass_in_call<false>).bypasses == 0);
+  const Report plain = bypasses("bypass", faulty::bypass<true>);
+  const Report in_call = bypasses("bypass_in_call", faulty::bypass_in_call<true>);
   if (!kRaceBuild) return;
-  CHECK(report().bypasses == kThreads);
-  CHECK(report().bypass_lines == std::vector<std::string>{place_of("bypass")});
+  CHECK(plain.bypasses == kThreads);
+  CHECK(plain.bypass_lines == std::vector<std::string>{place_of("bypass")});
+  CHECK(in_call.bypasses == kThreads);
+  CHECK(in_call.bypass_lines == std::vector<std::string>{place_of("bypass_in_call")});
 }
 
 TEST_CASE("launches that no device takes") {
