@@ -77,26 +77,32 @@ void prepare_block(std::size_t index) {
   m.shared.begin_block(launch.shared_bytes, m.options.shared_limit);
 }
 
-// Lets the threads of a warp run until all of them wait or have exited. False when none could.
-bool run_warp(int warp, std::mt19937& random) {
+// Lets each thread of a warp that can run go on until it waits or has exited. False when none could.
+bool run_warp_once(int warp, std::mt19937& random) {
   Machine& m = machine();
   Warp& w = m.warps[static_cast<std::size_t>(warp)];
   const int n_lanes = std::min(kWarp, m.n_threads - warp * kWarp);
   bool ran = false;
-  for (bool any = true; any;) {
-    any = false;
-    for (const int lane : in_order(n_lanes, random)) {
-      Thread& t = m.thread(warp, lane);
-      if (t.state != State::kReady) continue;
-      resume(t);
-      any = ran = true;
-      if (t.state != State::kExited) continue;
-      w.live &= ~(1u << lane);  // others may have waited for nobody else
-      for (std::uint32_t rest = w.waiting; rest != 0; rest &= rest - 1) {
-        if ((w.waiting >> __builtin_ctz(rest) & 1) == 0) continue;
-        complete_collective(warp, m.thread(warp, __builtin_ctz(rest)).collective.mask);
-      }
+  for (const int lane : in_order(n_lanes, random)) {
+    Thread& t = m.thread(warp, lane);
+    if (t.state != State::kReady) continue;
+    resume(t);
+    ran = true;
+    if (t.state != State::kExited) continue;
+    w.live &= ~(1u << lane);  // others may have waited for nobody else
+    for (std::uint32_t rest = w.waiting; rest != 0; rest &= rest - 1) {
+      if ((w.waiting >> __builtin_ctz(rest) & 1) == 0) continue;
+      complete_collective(warp, m.thread(warp, __builtin_ctz(rest)).collective.mask);
     }
+  }
+  return ran;
+}
+
+// In random order, warps take turns; else each runs as far as it can before the next one starts.
+bool run_warp(int warp, std::mt19937& random) {
+  bool ran = run_warp_once(warp, random);
+  if (machine().options.order == Order::kRandom) return ran;
+  while (ran && run_warp_once(warp, random)) {
   }
   return ran;
 }
