@@ -114,8 +114,7 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
       after(Place{layer, "route"}, head(s.a.routing.weights, c.n_slots()));
     }
     net.ops.norm_gate_up(c, w, s);
-    const std::int32_t n_ff = c.n_expert_used * c.n_ff_expert + c.n_ff_shared;
-    after(Place{layer, "norm_gate_up"}, head(s.a.gate, w.experts.empty() ? c.n_ff : n_ff));
+    after(Place{layer, "norm_gate_up"}, head(s.a.gate, w.experts.empty() ? c.n_ff : c.n_ff_slots()));
     net.ops.down_residual(c, w, s);
     after(Place{layer, "down_residual"}, head(s.a.x, c.n_embd));
   }

@@ -54,7 +54,7 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c,
   a.k = carver.take<float>(M * size(c.kv_dim()));
   a.v = carver.take<float>(M * size(c.kv_dim()));
   a.att = carver.take<float>(M * size(c.q_dim()));
-  const std::size_t n_ff = size(std::max(c.n_ff, c.n_expert_used * c.n_ff_expert + c.n_ff_shared));
+  const std::size_t n_ff = size(std::max(c.n_ff, c.n_ff_slots()));
   a.gate = carver.take<float>(M * n_ff);
   a.up = carver.take<float>(M * n_ff);
   a.expert_x = carver.take<float>(M * size(c.n_slots()) * size(c.n_embd));

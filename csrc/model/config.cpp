@@ -156,10 +156,7 @@ Config read_config(const gguf::File& file) {
                           std::to_string(kMaxWidth));
   }
 
-  if (const std::string key = a.required_key; !key.empty() && !file.find(keys.full(key.c_str()))) {
-    throw FileFormatError("key '" + keys.full(key.c_str()) + "' is missing; the architecture '" +
-                          c.architecture + "' needs it: convert the model again");
-  }
+  if (*a.required_key != '\0') keys.require(a.required_key, "the architecture '" + c.architecture + "'");
   c.qkv_bias = a.qkv_bias;
   c.norms = a.norms;
   c.qk_norm = a.qk_norm;

@@ -22,16 +22,20 @@ struct Keys {
 
   std::string full(const char* key) const { return arch + "." + key; }
 
+  // `who` needs it: "the architecture 'x'".
+  void require(const char* key, const std::string& who) const {
+    const std::string name = full(key);
+    if (file.find(name)) return;
+    throw FileFormatError("key '" + name + "' is missing; " + who + " needs it: convert the model again");
+  }
+
   // A count that must be in [1, kMaxDim]. `fallback` < 0 makes the key required.
   std::int32_t count(const char* key, std::int64_t fallback = -1) const {
     const std::string name = full(key);
     const gguf::Value* v = file.find(name);
     const bool is_array = v && v->type == gguf::ValueType::Array;
     const auto found = is_array ? std::optional(same_for_all(name, *v)) : file.get_uint(name);
-    if (!found && fallback < 0) {
-      throw FileFormatError("key '" + name + "' is missing; the architecture '" + arch +
-                            "' needs it: convert the model again");
-    }
+    if (fallback < 0) require(key, "the architecture '" + arch + "'");
     const std::uint64_t n = found.value_or(static_cast<std::uint64_t>(fallback));
     if (n < 1 || n > static_cast<std::uint64_t>(kMaxDim)) {
       throw FileFormatError("'" + name + "' is " + std::to_string(n) + "; expected 1 to " +

@@ -88,17 +88,13 @@ Rope read_rope(const Keys& keys, const Architecture& a, const Config& c) {
   const std::string fallback = long_factors.empty() ? "linear" : "longrope";
   std::string type(keys.file.get_string(type_key).value_or(fallback));
   if (type == "none" && !long_factors.empty()) type = "longrope";
-  const auto require = [&](const char* key) {
-    if (keys.file.find(keys.full(key))) return;
-    throw FileFormatError("key '" + keys.full(key) + "' is missing; RoPE scaling of type '" + type +
-                          "' needs it: convert the model again");
-  };
+  const std::string who = "RoPE scaling of type '" + type + "'";
   if (type == "longrope") {
     if (long_factors.empty()) {
       throw FileFormatError("'" + type_key + "' is 'longrope', but tensor '" + kRopeTensors[2] +
                             "' is missing");
     }
-    require("rope.scaling.original_context_length");
+    keys.require("rope.scaling.original_context_length", who);
     if (!rope.factors.empty()) {
       throw FileFormatError(std::string("tensor '") + kRopeTensors[0] + "' and tensor '" + kRopeTensors[2] +
                             "' contradict each other: both have factors for all texts");
@@ -123,7 +119,7 @@ Rope read_rope(const Keys& keys, const Architecture& a, const Config& c) {
                                 type_key + "' is '" + type + "'");
   }
   const bool says_so = keys.file.find(type_key) != nullptr && type != "none";
-  if (says_so && !keys.file.find(keys.full("rope.scale_linear"))) require("rope.scaling.factor");
+  if (says_so && !keys.file.find(keys.full("rope.scale_linear"))) keys.require("rope.scaling.factor", who);
   if (type != "yarn" || factor == 1.0) {
     rope.attn_factor = attn_factor;
     if (type == "none" || factor == 1.0) return rope;
