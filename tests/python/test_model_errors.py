@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from child_process import run_script
 from random_llama import Shape, random_weights, write_llama
 from ringlm import Model, _core, errors
 from ringlm.info import describe
@@ -323,16 +322,7 @@ FUZZ = """
 
 
 def test_hostile_values_are_refused_without_large_allocations(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FUZZ), str(tmp_path / "m.gguf")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    opened, refused = map(int, run.stdout.split())
+    opened, refused = map(int, run_script(FUZZ, str(tmp_path / "m.gguf")).split())
     assert opened > 20 and refused > 100
 
 
