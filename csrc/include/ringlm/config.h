@@ -100,9 +100,8 @@ struct Config {
   std::int32_t group() const { return n_head / n_head_kv; }     // query heads per KV head
   std::int32_t q_dim() const { return n_head * head_dim; }      // width of the query projection
   std::int32_t kv_dim() const { return n_head_kv * head_dim; }  // width of the key and value projections
-  std::int32_t n_ff_slots() const {
-    return n_expert_used * n_ff_expert + n_ff_shared;
-  }                                                                                   // their width together
+  // Width of all of a token's experts together.
+  std::int32_t n_ff_slots() const { return n_expert_used * n_ff_expert + n_ff_shared; }
   std::int32_t n_slots() const { return n_expert_used + (n_ff_shared > 0 ? 1 : 0); }  // experts of a token
 };
 
