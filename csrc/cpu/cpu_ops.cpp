@@ -56,6 +56,9 @@ class CpuOps final : public Ops {
     return products_.scratch_bytes() + rotation_tables_.size() * sizeof(float) + attention_.bytes();
   }
 
+  void begin(const Config&, const Step&, bool) override {}
+  void finish(const Config& c, const Step& s) override { mark_rows_not_finite(c, s); }
+
   void embed(const Config& c, const Weights& w, const Step& s) override {
     const MatrixView& table = products_.matrix(w.token_embd);
     team_.run([&](int thread) {
@@ -142,6 +145,7 @@ class CpuOps final : public Ops {
         k_.store_row(values, slot, v.data(), c.head_dim);
       }
     });
+    mark_unfit_rows(c, s);
   }
 
   void attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) override {

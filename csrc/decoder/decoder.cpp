@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "model/rope.h"
 #include "ringlm/error.h"
@@ -14,24 +14,6 @@ namespace ringlm {
 namespace {
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-// Whether all magnitudes are at most `largest`; NaN is not.
-bool all_within(std::span<const float> x, float largest) {
-  unsigned bad = 0;
-  for (const float v : x) bad |= std::fabs(v) <= largest ? 0u : 1u;
-  return bad == 0;
-}
-
-bool all_finite(std::span<const float> x) { return all_within(x, std::numeric_limits<float>::max()); }
-
-// The most that a key or value may be. From 65520 on, rounding to f16 gives infinity: the element, or the
-// scale.
-float largest(KvFormat format) {
-  const float half = std::nextafter(65520.0f, 0.0f);
-  return format == KvFormat::F16    ? half
-         : format == KvFormat::Int8 ? 127.0f * half
-                                    : std::numeric_limits<float>::max();
-}
 
 // The angles of a row: its own, those of its second query, and those of the epochs that it can meet.
 void turn(const Network& net, const Step& s, std::size_t m, bool keys_are_centred) {
@@ -63,21 +45,15 @@ struct Place {
   const char* operation = "embed";
 };
 
-// `after(place, values)` is called behind every operation that produces numbers; it is empty in a normal step
-// and looks for the first non-finite value when one has been found.
-//
-// Keys and values are always looked at: an infinite key can give a query the score -infinity, which hides
-// it from this step and from its logits, but not from later ones. Rows with one that does not fit are marked.
+// `after(place, values)` is called behind every operation that produces numbers, where somebody looks: for
+// the first non-finite value when one has been found.
 template <class After>
-void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
-             const std::function<void()>& before_layer, After after) {
+void forward(const Network& net, const Step& s, const std::function<void()>& before_layer, bool looks,
+             After after) {
   const Config& c = net.config;
   const std::size_t M = s.rows.size();
   const auto head = [M](std::span<float> buffer, std::int64_t width) {
     return buffer.first(M * size(width));
-  };
-  const auto row_of = [](std::span<float> buffer, std::size_t m, std::int64_t width) {
-    return buffer.subspan(m * size(width), size(width));
   };
 
   const bool offsets = std::ranges::any_of(net.weights.layers, &LayerWeights::keys_have_offset);
@@ -85,6 +61,8 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
     turn(net, s, m, offsets && s.rows[m].kv->layout().k_format == KvFormat::Int8);
   }
 
+  std::ranges::fill(s.bad, std::uint8_t{0});
+  net.ops.begin(c, s, looks);
   net.ops.embed(c, net.weights, s);
   after(Place{}, head(s.a.x, c.n_embd));
   for (std::int32_t layer = 0; layer < c.n_layer; ++layer) {
@@ -96,15 +74,8 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
     after(Place{layer, "norm_qkv"}, head(s.a.k, c.kv_dim()));
     after(Place{layer, "norm_qkv"}, head(s.a.v, c.kv_dim()));
     net.ops.rope_append(c, w, layer, s);
-    after(Place{layer, "rope_append"}, head(s.a.q, c.q_dim()));
     after(Place{layer, "rope_append"}, head(s.a.k, c.kv_dim()));
-    for (std::size_t m = 0; m < M; ++m) {
-      const kv::Layout& l = s.rows[m].kv->layout();
-      if (!all_within(row_of(s.a.k, m, c.kv_dim()), largest(l.k_format)) ||
-          !all_within(row_of(s.a.v, m, c.kv_dim()), largest(l.v_format))) {
-        bad[m] = 1;
-      }
-    }
+    after(Place{layer, "rope_append"}, head(s.a.q, c.q_dim()));
     net.ops.attend(c, w, layer, s);
     after(Place{layer, "attend"}, head(s.a.att, c.q_dim()));
     net.ops.out_residual(c, w, s);
@@ -119,37 +90,37 @@ void forward(const Network& net, const Step& s, std::span<std::uint8_t> bad,
     after(Place{layer, "down_residual"}, head(s.a.x, c.n_embd));
   }
   net.ops.norm_head(c, net.weights, s);
+  net.ops.finish(c, s);
 }
 
 }  // namespace
 
-void run_step(const Network& net, const Step& s, std::span<std::uint8_t> bad,
-              const std::function<void()>& before_layer) {
-  std::fill(bad.begin(), bad.end(), std::uint8_t{0});
-  forward(net, s, bad, before_layer, [](Place, std::span<const float>) {});
-  for (std::size_t m = 0; m < s.rows.size(); ++m) {
-    const std::span<const float> x = s.a.x.subspan(m * size(net.config.n_embd), size(net.config.n_embd));
-    const float* logits = s.rows[m].logits;
-    if (!all_finite(x) || (logits && !all_finite({logits, size(net.config.n_vocab)}))) bad[m] = 1;
-  }
+void run_step(const Network& net, const Step& s, const std::function<void()>& before_layer) {
+  forward(net, s, before_layer, false, [](Place, std::span<const float>) {});
 }
 
 void name_the_layer(const Network& net, const Step& s) {
-  Place last;
-  std::uint8_t bad = 0;
-  forward(net, s, {&bad, 1}, {}, [&](Place place, std::span<const float> values) {
-    if (bad != 0) {
-      throw NumericError("a key or value in layer " + std::to_string(last.layer) +
-                         " exceeds the range of the cache's format (65504 for f16): open the session with "
-                         "kv=\"f32\"");
+  std::vector<float> copy;
+  forward(net, s, {}, true, [&](Place place, std::span<const float> values) {
+    if (Device* device = net.ops.device()) {
+      net.ops.synchronize(s);
+      copy.resize(values.size());
+      device->copy(std::as_writable_bytes(std::span(copy)), std::as_bytes(values));
+      values = copy;
     }
-    last = place;
-    if (all_finite(values)) return;
-    throw NumericError("NaN or infinity first appears in " +
-                       (place.layer < 0
-                            ? std::string("the embedding")
-                            : "layer " + std::to_string(place.layer) + " (" + place.operation + ")") +
-                       ": the weights there are damaged");
+    if (!std::ranges::all_of(values, [](float v) { return std::isfinite(v); })) {
+      throw NumericError("NaN or infinity first appears in " +
+                         (place.layer < 0
+                              ? std::string("the embedding")
+                              : "layer " + std::to_string(place.layer) + " (" + place.operation + ")") +
+                         ": the weights there are damaged");
+    }
+    if (s.bad[0] != 0) {
+      throw NumericError("a key or value in layer " + std::to_string(place.layer) +
+                         " exceeds the range of the cache's format (65504 for f16): open the session with "
+                         "kv=\"f32\"" +
+                         (net.ops.stores(KvFormat::F32) ? "" : ", on the CPU"));
+    }
   });
   throw NumericError(
       "NaN or infinity first appears in the logits (norm_head): the output weights are damaged");

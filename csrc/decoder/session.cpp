@@ -19,7 +19,7 @@ std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 Session::Impl::Impl(std::shared_ptr<const Model> m, const SessionOptions& o)
     : model(std::move(m)), options(o), memory(*model, o) {
-  nbytes = memory.region.bytes().size() + SessionMemory::object_bytes();
+  nbytes = memory.nbytes();
   kv_bytes = memory.cache.bytes().size();
   for (std::int32_t i = 0; i <= model->config().n_layer; ++i) memory.held_from[size(i)] = ring(i).pinned;
   for (std::int32_t i = 1; i < model->config().n_layer; ++i) {
@@ -99,14 +99,15 @@ void compute(Session::Impl& host, std::span<const Row> rows, const std::function
   std::optional<TimedOps> timed;
   if (seconds) timed.emplace(*p.ops, *seconds);
   Ops& ops = timed ? static_cast<Ops&>(*timed) : *p.ops;
-  run_step({p.config, p.weights, p.ropes, ops}, {rows, host.memory.a}, bad, before_layer);
+  run_step({p.config, p.weights, p.ropes, ops}, {rows, host.memory.a, bad}, before_layer);
 }
 
 void name_the_layer(Session::Impl& host, const Row& row) {
   const Model::Parts& p = host.model->parts();
   Row alone = row;
   alone.logits = nullptr;
-  name_the_layer({p.config, p.weights, p.ropes, *p.ops}, Step{{&alone, 1}, host.memory.a});
+  std::uint8_t bad = 0;
+  name_the_layer({p.config, p.weights, p.ropes, *p.ops}, Step{{&alone, 1}, host.memory.a, {&bad, 1}});
 }
 
 void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all,

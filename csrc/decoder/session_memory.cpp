@@ -32,13 +32,17 @@ class Carver {
   std::size_t used_ = 0;
 };
 
-// Fills `m` from `bytes`, or only measures where that is empty.
-SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c, const Ops& ops,
-                  const SessionOptions& o) {
-  Carver carver(bytes);
+// Fills `m` from `bytes`, or only measures where that is empty. On a device, `bytes` lie there and
+// `host_bytes` on the host; else everything is in `bytes`.
+SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, std::span<std::byte> host_bytes,
+                  const Config& c, Ops& ops, const SessionOptions& o) {
+  Carver carver(bytes), on_host(host_bytes);
+  const Device* device = ops.device();
+  Carver& host = device ? on_host : carver;
   SessionPlan plan;
   std::size_t before = 0;
-  const auto since = [&] { return carver.used() - std::exchange(before, carver.used()); };
+  const auto used = [&] { return carver.used() + on_host.used(); };
+  const auto since = [&] { return used() - std::exchange(before, used()); };
   const std::size_t M = size(o.chunk);
   const kv::Layout layout = kv_layout(c, o);
 
@@ -64,9 +68,9 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c,
   a.routing.slots = carver.take<std::int32_t>(M * size(c.n_slots()));
   a.routing.first = carver.take<std::int32_t>(c.n_expert > 0 ? size(c.n_expert) + 1 : 0);
   for (std::size_t rope = 0; rope < c.ropes.size(); ++rope) {
-    a.angles[rope].own = carver.take<float>(M * size(c.rope_dims));
-    a.angles[rope].pinned = carver.take<float>(M * size(c.rope_dims));
-    a.angles[rope].epochs = carver.take<float>(M * kEpochs * size(c.rope_dims));
+    a.angles[rope].own = host.take<float>(M * size(c.rope_dims));
+    a.angles[rope].pinned = host.take<float>(M * size(c.rope_dims));
+    a.angles[rope].epochs = host.take<float>(M * kEpochs * size(c.rope_dims));
   }
   a.offsets = carver.take<float>(M * size(c.n_head) * kEpochs);
   a.quantized = carver.take<std::byte>(ops.quantized_bytes(c, o.chunk));
@@ -78,24 +82,30 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, const Config& c,
   m.tiles = carver.take<float>(ops.tile_floats(c, tiles));
   plan.scratch_bytes = since();
 
-  const auto layers = carver.take<kv::Cache::Layer>(size(c.n_layer));
-  for (std::span<float>& logits : m.logits) logits = carver.take<float>(size(c.n_vocab));
-  m.ids = carver.take<std::int32_t>(size(kv::make_ring(0, o.n_ctx, o.pinned, o.chunk).capacity));
-  m.held_from = carver.take<std::int64_t>(size(c.n_layer) + 1);
-  m.rows = carver.take<Row>(M);
-  m.bad = carver.take<std::uint8_t>(M);
-  a.heads = carver.take<float*>(M);
+  plan.device_bytes = device ? carver.used() : 0;
+
+  const auto layers = host.take<kv::Cache::Layer>(size(c.n_layer));
+  for (std::span<float>& logits : m.logits) logits = host.take<float>(size(c.n_vocab));
+  m.ids = host.take<std::int32_t>(size(kv::make_ring(0, o.n_ctx, o.pinned, o.chunk).capacity));
+  m.held_from = host.take<std::int64_t>(size(c.n_layer) + 1);
+  m.rows = host.take<Row>(M);
+  m.bad = host.take<std::uint8_t>(M);
+  a.heads = host.take<float*>(M);
   const std::size_t page = size(::sysconf(_SC_PAGESIZE));
-  carver.take<std::byte>((page - carver.used() % page) % page);
-  plan.state_bytes = since() + SessionMemory::object_bytes();
-  plan.nbytes = carver.used() + SessionMemory::object_bytes();
+  host.take<std::byte>((page - host.used() % page) % page);
+  m.staging_bytes = device ? device->staging_bytes(o.chunk) : 0;
+  const std::size_t besides = m.staging_bytes + SessionMemory::object_bytes();
+  plan.state_bytes = since() + besides;
+  plan.nbytes = used() + besides;
   if (!bytes.empty()) m.cache = kv::Cache(layout, rows, layers);
   return plan;
 }
 
+// Where they are short: on the device, or on the host.
 std::size_t session_bytes(const Model& model, const SessionOptions& o) {
   SessionMemory unused;
-  return carve(unused, {}, model.config(), *model.parts().ops, o).nbytes;
+  const SessionPlan plan = carve(unused, {}, {}, model.config(), *model.parts().ops, o);
+  return plan.device_bytes > 0 ? plan.device_bytes : plan.nbytes;
 }
 
 }  // namespace
@@ -121,6 +131,11 @@ SessionOptions resolve(const Model& model, const SessionOptions& options) {
     throw InvalidArgument("chunk is " + std::to_string(o.chunk) + "; expected 1 to 65536");
   }
   o.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(o.chunk, o.n_ctx));
+  for (const KvFormat format : {o.k_format, o.v_format}) {
+    if (model.parts().ops->stores(format)) continue;
+    throw InvalidArgument(
+        "keys and values in float32 are not stored on a GPU: use kv=\"f16\" or kv=\"int8\"");
+  }
   if (o.pinned < 0 || o.pinned >= o.n_ctx) {
     throw InvalidArgument("pinned is " + std::to_string(o.pinned) + "; expected 0 to " +
                           std::to_string(o.n_ctx - 1) + ", fewer than n_ctx = " + std::to_string(o.n_ctx));
@@ -145,7 +160,7 @@ SessionOptions resolve(const Model& model, const SessionOptions& options) {
 SessionPlan plan_session(const Model& model, const SessionOptions& options) {
   const SessionOptions o = resolve(model, options);
   SessionMemory unused;
-  SessionPlan plan = carve(unused, {}, model.config(), *model.parts().ops, o);
+  SessionPlan plan = carve(unused, {}, {}, model.config(), *model.parts().ops, o);
   plan.options = o;
   const kv::Layout layout = kv_layout(model.config(), o);
   for (std::int32_t layer = 0; layer < layout.n_layer; ++layer) {
@@ -185,20 +200,35 @@ std::int64_t largest_n_ctx(const Model& model, const SessionOptions& options, st
 
 SessionMemory::SessionMemory(const Model& model, const SessionOptions& o) {
   const Config& c = model.config();
-  const Ops& ops = *model.parts().ops;
-  const std::size_t there = host::available_memory();
-  const SessionPlan plan = carve(*this, {}, c, ops, o);
-  if (plan.nbytes > there) {
+  Ops& ops = *model.parts().ops;
+  Device* on = ops.device();
+  const std::size_t there = on ? on->available() : host::available_memory();
+  const SessionPlan plan = carve(*this, {}, {}, c, ops, o);
+  const std::size_t needed = on ? plan.device_bytes : plan.nbytes;
+  if (needed > there) {
     const std::int64_t most = std::min(largest_n_ctx(model, o, there), o.n_ctx - 1);
     throw OutOfMemory("a session of n_ctx = " + std::to_string(o.n_ctx) + " needs " +
-                      host::format_bytes(plan.nbytes) + ", " + host::format_bytes(plan.kv_bytes) +
-                      " of it for keys and values, but only " + host::format_bytes(there) +
-                      " is available; " +
+                      host::format_bytes(needed) + (on ? " on the GPU, " : ", ") +
+                      host::format_bytes(plan.kv_bytes) + " of it for keys and values, but only " +
+                      host::format_bytes(there) + " is available; " +
                       (most > 0 ? "n_ctx = " + std::to_string(most) + " would fit"
                                 : "not even n_ctx = " + std::to_string(o.pinned + 1) + " would fit"));
   }
-  region = host::Region(plan.nbytes - object_bytes(), "a session");
-  carve(*this, region.bytes(), c, ops, o);
+  if (on) {
+    const std::size_t host_bytes = plan.nbytes - plan.device_bytes - staging_bytes - object_bytes();
+    device = on->allocate(plan.device_bytes, host_bytes, o.chunk);
+    a.region = device.get();
+    carve(*this, device->bytes(), device->host(), c, ops, o);
+  } else {
+    region = host::Region(plan.nbytes - object_bytes(), "a session");
+    carve(*this, region.bytes(), {}, c, ops, o);
+  }
+}
+
+std::size_t SessionMemory::nbytes() const {
+  const std::size_t bytes =
+      device ? device->bytes().size() + device->host().size() + staging_bytes : region.bytes().size();
+  return bytes + object_bytes();
 }
 
 std::size_t SessionMemory::object_bytes() { return sizeof(Session) + sizeof(Session::Impl); }

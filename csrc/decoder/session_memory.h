@@ -1,8 +1,10 @@
-// The memory of a session: one region, carved once.
+// The memory of a session: one region, carved once. On a device two: what the operations work with lies
+// there, the rest on the host.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "host/memory.h"
@@ -21,7 +23,11 @@ struct SessionMemory {
   // `o` has its defaults filled in. Throws OutOfMemory, before anything is taken, when it cannot fit.
   SessionMemory(const Model& model, const SessionOptions& o);
 
-  host::Region region;
+  std::size_t nbytes() const;  // of everything
+
+  host::Region region;                   // or, on a device,
+  std::unique_ptr<DeviceRegion> device;  // this
+  std::size_t staging_bytes = 0;         // Device::staging_bytes
   kv::Cache cache;
   Activations a;
   std::span<float> tiles;             // [Ops::tile_floats]

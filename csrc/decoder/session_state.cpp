@@ -56,15 +56,16 @@ void for_each_saved_run(const SessionOptions& o, const kv::Ring& ring, std::int6
   run(saved_from(o, ring, p), p);
 }
 
-// f(span of bytes) for everything behind the windows, in order: the same walk for saving and loading.
+// f(span of bytes, whether it is of rows) for everything behind the windows, in order: the same walk for
+// saving and loading.
 template <class F>
 void for_each_piece(const Session::Impl& s, F f) {
   const SessionMemory& m = s.memory;
   const std::int64_t p = s.position;
   for_each_saved_run(s.options, s.text_ring(), p, [&](std::int64_t slot, std::int64_t n) {
-    f(std::as_writable_bytes(m.ids.subspan(size(slot), size(n))));
+    f(std::as_writable_bytes(m.ids.subspan(size(slot), size(n))), false);
   });
-  if (s.has_logits) f(std::as_writable_bytes(m.logits[s.current]));
+  if (s.has_logits) f(std::as_writable_bytes(m.logits[s.current]), false);
   const kv::Layout& l = m.cache.layout();
   for (std::int32_t layer = 0; layer < l.n_layer; ++layer) {
     const kv::Ring& ring = m.cache.ring(layer);
@@ -72,15 +73,38 @@ void for_each_piece(const Session::Impl& s, F f) {
       for (const kv::Rows& rows : {m.cache.k(layer, head), m.cache.v(layer, head)}) {
         const std::int64_t row = l.head_dim * static_cast<std::int64_t>(element_bytes(rows.format));
         for_each_saved_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
-          f(std::span(reinterpret_cast<std::byte*>(rows.data) + slot * row, size(n * row)));
+          f(std::span(reinterpret_cast<std::byte*>(rows.data) + slot * row, size(n * row)), true);
         });
         if (!rows.scales) continue;
         for_each_saved_run(s.options, ring, p, [&](std::int64_t slot, std::int64_t n) {
-          f(std::span(reinterpret_cast<std::byte*>(rows.scales) + 2 * slot, size(2 * n)));
+          f(std::span(reinterpret_cast<std::byte*>(rows.scales) + 2 * slot, size(2 * n)), true);
         });
       }
     }
   }
+}
+
+// Bytes of the cache where the host can read them: as they are, or copied from a device.
+std::span<const std::byte> on_host(const Session::Impl& s, std::span<const std::byte> bytes,
+                                   std::vector<std::byte>& copy) {
+  Device* device = s.model->parts().ops->device();
+  if (!device) return bytes;
+  copy.resize(bytes.size());
+  device->copy(copy, bytes);
+  return copy;
+}
+
+// One KV head's rows, the same.
+kv::Rows on_host(const Session::Impl& s, const kv::Ring& ring, kv::Rows rows,
+                 std::vector<std::byte> (&copy)[2]) {
+  const auto bytes = [&](std::uint8_t* first, std::size_t each, std::vector<std::byte>& to) {
+    const std::span all(reinterpret_cast<const std::byte*>(first), size(ring.capacity) * each);
+    return reinterpret_cast<std::uint8_t*>(const_cast<std::byte*>(on_host(s, all, to).data()));
+  };
+  const std::size_t d = size(s.model->config().head_dim);
+  rows.data = bytes(rows.data, d * element_bytes(rows.format), copy[0]);
+  if (rows.scales) rows.scales = bytes(rows.scales, scale_bytes(rows.format), copy[1]);
+  return rows;
 }
 
 Header header_of(const Session::Impl& s) {
@@ -161,7 +185,10 @@ void Session::save(const Write& write) const {
   write(std::as_bytes(std::span(impl_->model->config().windows)));
   const std::vector<double> frequencies = frequencies_of(*impl_->model);
   write(std::as_bytes(std::span(frequencies)));
-  for_each_piece(*impl_, [&](std::span<const std::byte> piece) { write(piece); });
+  std::vector<std::byte> copy;
+  for_each_piece(*impl_, [&](std::span<const std::byte> piece, bool of_rows) {
+    write(of_rows ? on_host(*impl_, piece, copy) : piece);
+  });
 }
 
 std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const Read& read,
@@ -193,7 +220,14 @@ std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const
   s.regime = h.regime;
   for (std::int32_t i = 0; i <= c.n_layer; ++i)
     s.memory.held_from[size(i)] = saved_from(o, s.ring(i), h.position);
-  for_each_piece(s, [&](std::span<std::byte> piece) { read(piece); });
+  Device* device = s.model->parts().ops->device();
+  std::vector<std::byte> copy;
+  for_each_piece(s, [&](std::span<std::byte> piece, bool of_rows) {
+    if (!device || !of_rows) return read(piece);
+    copy.resize(piece.size());
+    read(copy);
+    device->copy(piece, copy);
+  });
   for_each_saved_run(s.options, s.text_ring(), h.position, [&](std::int64_t slot, std::int64_t n) {
     for (const std::int32_t id : s.memory.ids.subspan(size(slot), size(n))) {
       if (id < 0 || id >= c.n_vocab) refuse("it has the token id " + std::to_string(id));
@@ -207,7 +241,11 @@ std::unique_ptr<Session> Session::fork() const {
   const Impl::Use use(*impl_);
   std::unique_ptr<Session> copy = wrap(std::make_unique<Impl>(s.model, s.options));
   Impl& to = *copy->impl_;
-  std::ranges::copy(s.memory.cache.bytes(), to.memory.cache.bytes().begin());
+  if (Device* device = s.model->parts().ops->device()) {
+    device->copy(to.memory.cache.bytes(), s.memory.cache.bytes());
+  } else {
+    std::ranges::copy(s.memory.cache.bytes(), to.memory.cache.bytes().begin());
+  }
   std::ranges::copy(s.memory.ids, to.memory.ids.begin());
   std::ranges::copy(s.memory.held_from, to.memory.held_from.begin());
   std::ranges::copy(s.memory.logits[s.current], to.memory.logits[to.current].begin());
@@ -240,7 +278,9 @@ KvRows Session::kv_rows(std::int32_t layer, std::int32_t head) const {
   const std::size_t d = size(c.head_dim);
   rows.k.resize(rows.positions.size() * d);
   rows.v.resize(rows.positions.size() * d);
-  const kv::Rows k = cache.k(layer, head), v = cache.v(layer, head);
+  std::vector<std::byte> copies[2][2];
+  const kv::Rows k = on_host(s, ring, cache.k(layer, head), copies[0]);
+  const kv::Rows v = on_host(s, ring, cache.v(layer, head), copies[1]);
   const Model::Parts& parts = s.model->parts();
   const LayerWeights& w = parts.weights.layers[size(layer)];
   std::vector<float> shift(d), table(size(c.rope_dims));

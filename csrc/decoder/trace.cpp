@@ -30,38 +30,39 @@ std::vector<TraceRecord> Trace::take() {
 }
 
 template <class F>
-void TimedOps::timed(std::size_t operation, F f) {
+void TimedOps::timed(std::size_t operation, const Step& s, F f) {
   const auto began = std::chrono::steady_clock::now();
   f();
+  inner_.synchronize(s);
   seconds_[operation] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
 void TimedOps::embed(const Config& c, const Weights& w, const Step& s) {
-  timed(kEmbed, [&] { inner_.embed(c, w, s); });
+  timed(kEmbed, s, [&] { inner_.embed(c, w, s); });
 }
 void TimedOps::norm_qkv(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(kNormQkv, [&] { inner_.norm_qkv(c, w, s); });
+  timed(kNormQkv, s, [&] { inner_.norm_qkv(c, w, s); });
 }
 void TimedOps::rope_append(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
-  timed(kRopeAppend, [&] { inner_.rope_append(c, w, layer, s); });
+  timed(kRopeAppend, s, [&] { inner_.rope_append(c, w, layer, s); });
 }
 void TimedOps::attend(const Config& c, const LayerWeights& w, std::int32_t layer, const Step& s) {
-  timed(kAttend, [&] { inner_.attend(c, w, layer, s); });
+  timed(kAttend, s, [&] { inner_.attend(c, w, layer, s); });
 }
 void TimedOps::out_residual(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(kOutResidual, [&] { inner_.out_residual(c, w, s); });
+  timed(kOutResidual, s, [&] { inner_.out_residual(c, w, s); });
 }
 void TimedOps::route(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(kNormGateUp, [&] { inner_.route(c, w, s); });
+  timed(kNormGateUp, s, [&] { inner_.route(c, w, s); });
 }
 void TimedOps::norm_gate_up(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(kNormGateUp, [&] { inner_.norm_gate_up(c, w, s); });
+  timed(kNormGateUp, s, [&] { inner_.norm_gate_up(c, w, s); });
 }
 void TimedOps::down_residual(const Config& c, const LayerWeights& w, const Step& s) {
-  timed(kDownResidual, [&] { inner_.down_residual(c, w, s); });
+  timed(kDownResidual, s, [&] { inner_.down_residual(c, w, s); });
 }
 void TimedOps::norm_head(const Config& c, const Weights& w, const Step& s) {
-  timed(kNormHead, [&] { inner_.norm_head(c, w, s); });
+  timed(kNormHead, s, [&] { inner_.norm_head(c, w, s); });
 }
 
 Measurement::Measurement(const Trace* trace)

@@ -47,6 +47,11 @@ class TimedOps final : public Ops {
   std::size_t packed_bytes() const override { return inner_.packed_bytes(); }
   bool packed() const override { return inner_.packed(); }
   std::size_t scratch_bytes() const override { return inner_.scratch_bytes(); }
+  Device* device() override { return inner_.device(); }
+  bool stores(KvFormat format) const override { return inner_.stores(format); }
+  void begin(const Config& c, const Step& s, bool) override { inner_.begin(c, s, true); }
+  void finish(const Config& c, const Step& s) override { inner_.finish(c, s); }
+  void synchronize(const Step& s) override { inner_.synchronize(s); }
   void embed(const Config&, const Weights&, const Step&) override;
   void norm_qkv(const Config&, const LayerWeights&, const Step&) override;
   void rope_append(const Config&, const LayerWeights&, std::int32_t layer, const Step&) override;
@@ -59,7 +64,7 @@ class TimedOps final : public Ops {
 
  private:
   template <class F>
-  void timed(std::size_t operation, F f);
+  void timed(std::size_t operation, const Step& s, F f);
 
   Ops& inner_;
   std::array<double, kOperations.size()>& seconds_;

@@ -14,6 +14,7 @@
 #include "kv/cache.h"
 #include "model/rope.h"
 #include "model/weights.h"
+#include "ops/device.h"
 #include "ringlm/config.h"
 
 namespace ringlm {
@@ -68,12 +69,16 @@ struct Activations {
   // pinned rows stand directly before the oldest moving one (attention sinks, arXiv:2309.17453).
   std::span<float> q_pinned;  // [M, n_head, head_dim]
   std::array<Angles, kMostRopes> angles;
-  std::span<float> offsets;  // [M, n_head, kEpochs]     q . c_e, which scores of centred keys get back
+  std::span<float> offsets;        // [M, n_head, kEpochs]     q . c_e, which scores of centred keys get back
+  DeviceRegion* region = nullptr;  // what all but the angles and `heads` lies in, on a device
 };
 
 struct Step {
   std::span<const Row> rows;  // [M]
   Activations& a;
+  // [M] becomes 1 for rows with a key or value that does not fit the K/V format, or with a number in x or
+  // the logits that is not finite.
+  std::span<std::uint8_t> bad;
 };
 
 class Ops {
@@ -97,13 +102,26 @@ class Ops {
   // Bytes of scratch that all sessions of the model share.
   virtual std::size_t scratch_bytes() const = 0;
 
+  // Null for a backend that computes in the process's memory.
+  virtual Device* device() { return nullptr; }
+  virtual bool stores(KvFormat) const { return true; }
+
+  // Around the operations of a step. The rows and their angles are there when it begins; when it is over,
+  // the logits are, and s.bad is filled in. A device may do the whole work at the end, unless somebody
+  // `looks` at numbers or times between two operations.
+  virtual void begin(const Config&, const Step& s, bool looks) = 0;
+  virtual void finish(const Config&, const Step& s) = 0;
+  virtual void synchronize(const Step&) {}  // until what was begun is done
+
   // 1  x = rows of the embedding, scaled
   virtual void embed(const Config&, const Weights&, const Step&) = 0;
 
   // 2  normed = RMSNorm(x);  q, k, v = projections of it, plus bias. Where the model has no such norm, of x
   virtual void norm_qkv(const Config&, const LayerWeights&, const Step&) = 0;
 
-  // 3  norm of q and k; turn q (both ways) and k to their positions; write k and v into the cache
+  // 3  norm of q and k; turn q (both ways) and k to their positions; write k and v into the cache, and mark
+  //    rows whose key or value does not fit: an infinite key can give a query the score -infinity, which
+  //    hides it from this step and from its logits, but not from later ones
   virtual void rope_append(const Config&, const LayerWeights&, std::int32_t layer, const Step&) = 0;
 
   // 4  att = softmax(scale q k^T, soft cap) v over every position that the row's query sees
@@ -166,6 +184,10 @@ void for_each_run(const Config& c, const LayerWeights& w, const Step& s, F f) {
 // shared expert. The n_expert_used of the largest probability, of equal ones the first.
 void choose_experts(const Config& c, const Step& s, std::size_t m, std::span<const float> scores,
                     float shared);
+
+// What rope_append and finish do on the host: checks.cpp.
+void mark_unfit_rows(const Config& c, const Step& s);
+void mark_rows_not_finite(const Config& c, const Step& s);
 
 // The slots, from the experts of all rows.
 void assign_slots(const Config& c, const Step& s);

@@ -63,6 +63,8 @@ class ReferenceOps final : public Ops {
   std::size_t packed_bytes() const override { return 0; }
   bool packed() const override { return false; }
   std::size_t scratch_bytes() const override { return 0; }
+  void begin(const Config&, const Step&, bool) override {}
+  void finish(const Config& c, const Step& s) override { mark_rows_not_finite(c, s); }
 
   void embed(const Config& c, const Weights& w, const Step& s) override {
     for (std::size_t m = 0; m < s.rows.size(); ++m) {
@@ -124,6 +126,7 @@ class ReferenceOps final : public Ops {
         kv::store_row(cache.v(layer, h), slot, v.data(), c.head_dim);
       }
     }
+    mark_unfit_rows(c, s);
   }
 
   // Grouped-query attention (arXiv:2305.13245): query head h reads KV head h / group.

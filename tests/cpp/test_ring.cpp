@@ -105,6 +105,8 @@ class FaultyOps final : public Ops {
   std::size_t packed_bytes() const override { return inner_->packed_bytes(); }
   bool packed() const override { return inner_->packed(); }
   std::size_t scratch_bytes() const override { return inner_->scratch_bytes(); }
+  void begin(const Config& c, const Step& s, bool looks) override { inner_->begin(c, s, looks); }
+  void finish(const Config& c, const Step& s) override { inner_->finish(c, s); }
   void embed(const Config& c, const Weights& w, const Step& s) override { before_(), inner_->embed(c, w, s); }
   void norm_qkv(const Config& c, const LayerWeights& w, const Step& s) override {
     before_(), inner_->norm_qkv(c, w, s);

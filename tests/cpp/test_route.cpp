@@ -34,7 +34,7 @@ struct Routed {
     first.resize(size(n_expert) + 1);
     a.routing = {{}, experts, weights, slots, first};
   }
-  Step step() { return {rows, a}; }
+  Step step() { return {rows, a, {}}; }
 };
 
 }  // namespace

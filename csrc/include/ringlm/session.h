@@ -61,6 +61,7 @@ struct SessionPlan {
   std::size_t scratch_bytes = 0;     // of attention
   std::size_t state_bytes = 0;       // token ids, logits, bookkeeping
   std::size_t nbytes = 0;            // of everything
+  std::size_t device_bytes = 0;      // of these, in the memory of a GPU
 };
 
 // Throws InvalidArgument for an option out of range. Opens nothing.

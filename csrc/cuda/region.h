@@ -1,0 +1,116 @@
+// What a session has on the GPU: the memory that it carves (decoder/session_memory.cpp), scratch of the
+// kernels in there, what is uploaded for every step, a stream, and the graphs of its decode steps.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+
+#include "cuda/launch.h"
+#include "cuda/runtime.h"
+#include "ops/ops.h"
+
+namespace ringlm::cuda {
+
+// Carves arrays in declaration order, 256-byte aligned; only measures where base is null.
+class Places {
+ public:
+  explicit Places(std::uint8_t* base) : base_(base) {}
+  template <class T>
+  T* take(std::size_t n) {
+    const std::size_t at = used_;
+    used_ += (n * sizeof(T) + 255) / 256 * 256;
+    return base_ ? reinterpret_cast<T*>(base_ + at) : nullptr;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::uint8_t* base_;
+  std::size_t used_ = 0;
+};
+
+// What the host writes for a step of M rows and the device gets as one copy.
+struct Upload {
+  DeviceRow* rows;       // [M]
+  std::int32_t* wanted;  // [M] the rows that want logits come first
+  std::uint32_t* bad;    // [M] zeros
+  struct {
+    float *own, *pinned, *epochs;  // ops/ops.h
+  } angles[kMostRopes];
+  std::size_t bytes;
+
+  Upload(const Config& c, std::int64_t M, std::uint8_t* base);
+};
+
+// How many blocks of the decode attention work on one row and KV head.
+int attend_splits(const Config& c, std::int64_t M, int n_sm);
+
+// In Activations::quantized.
+struct Scratch {
+  std::uint8_t* upload;
+  Quantized embd, att, ff;  // inputs of gemv, of kMostRows rows; of all rows of a step in models with experts
+  Quantized slots, shared;  // experts: [M n_expert_used, n_ff_expert] and [M, n_ff_shared]
+  float* shared_score;      // [M]
+  half* halves;             // inputs of gemm, of all rows and any width
+  float* half_steps;        // [M]
+  float* partial;           // of attend
+  unsigned* arrived;  // [kMostRows, n_head_kv] of attend, then [kMostRows] of top_k; zero between launches
+  float* logits;      // [kMostRows, n_vocab]
+  Candidates* candidates;  // [kMostRows]
+  std::byte* top_k;
+  std::size_t bytes;
+
+  Scratch(const Config& c, std::int64_t M, int n_sm, std::uint8_t* base);
+};
+
+class Region final : public DeviceRegion {
+ public:
+  Region(const Config& c, std::size_t bytes, std::size_t host_bytes, std::int64_t M,
+         std::function<void(Region*)> gone);
+  ~Region() override;
+
+  std::span<std::byte> bytes() const override { return std::as_writable_bytes(memory_.span()); }
+  std::span<std::byte> host() const override { return std::as_writable_bytes(host_.span()); }
+
+  // Bytes of pinned memory that a region takes besides.
+  static std::size_t staging_bytes(const Config& c, std::int64_t M);
+  std::uint8_t* staging() const { return staging_.data(); }
+  std::uint32_t* bad() const { return bad_.as<std::uint32_t>(); }
+
+  // The rings of the session's cache in device memory [n_layer], written when a step first meets them.
+  const KvLayer* layers(const kv::Cache& cache);
+
+  // Waits for what an earlier step that threw has left.
+  void begin();
+  void capture();
+  void end_capture();
+  void launch();
+  void wait();  // until the step is done
+
+  StreamHandle stream;
+  std::optional<Scratch> scratch;  // placed by the first step
+
+  // Of the step that runs: how its operations come to the device, and whether somebody looks between them.
+  enum class Way {
+    Direct,   // launched one by one
+    Capture,  // put into a graph, which `finish` launches
+    Replay,   // they are in the graph already
+  };
+  Way way = Way::Direct;
+  bool looks = false;
+  std::uint64_t key = 0;  // of the graph: what a step depends on besides its upload
+  std::map<std::uint64_t, Graph> graphs;
+  const std::int64_t M;  // most rows of a step
+
+ private:
+  std::function<void(Region*)> gone_;
+  DeviceMemory memory_, layers_;
+  PinnedMemory host_, staging_, bad_;
+  bool has_layers_ = false, busy_ = false;
+};
+
+}  // namespace ringlm::cuda

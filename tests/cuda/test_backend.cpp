@@ -1,0 +1,214 @@
+// The whole backend: sessions whose steps go through the real host side, with the executor as the device,
+// against the CPU backend on the same file and the same kind of K/V rows.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../cpp/tiny_model.h"
+#include "cuda/cuda_ops.h"
+#include "decoder/model_parts.h"
+#include "ringlm/error.h"
+#include "ringlm/session.h"
+#include "simt/runtime_api.h"
+
+using namespace ringlm;
+
+namespace {
+
+Config config() {
+  Config c = tiny::config();
+  c.n_vocab = 77, c.n_embd = 96, c.n_layer = 2;
+  c.n_head = 6, c.n_head_kv = 2, c.head_dim = 64, c.n_ff = 160;
+  c.rope_dims = 64;
+  return c;
+}
+
+std::shared_ptr<const Model> on_cpu(const tiny::File& file, std::vector<std::int32_t> windows = {}) {
+  return Model::open(file.path(), {1, "cpu", std::move(windows)});
+}
+
+// The same model on the executor.
+std::shared_ptr<const Model> on_gpu(const tiny::File& file, std::vector<std::int32_t> windows = {},
+                                    const cuda::CudaOptions& options = {}) {
+  auto model = Model::open(file.path(), {1, "reference", std::move(windows)});
+  auto& parts = const_cast<Model::Parts&>(model->parts());
+  parts.ops = cuda::make_cuda_ops(parts.config, parts.weights, options);
+  return model;
+}
+
+std::vector<std::int32_t> text(std::size_t n, std::int32_t n_vocab = config().n_vocab) {
+  std::vector<std::int32_t> ids(n);
+  for (std::size_t i = 0; i < n; ++i) ids[i] = static_cast<std::int32_t>((i * i * 7 + i * 13 + 5) % size_t(n_vocab));
+  return ids;
+}
+
+std::vector<float> last(const Session& s) { return {s.logits().begin(), s.logits().end()}; }
+
+// The largest difference over the largest logit.
+double difference(std::span<const float> a, std::span<const float> b) {
+  REQUIRE(a.size() == b.size());
+  double most = 0, largest = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    most = std::max(most, std::fabs(double(a[i]) - b[i]));
+    largest = std::max(largest, std::fabs(double(b[i])));
+  }
+  return most / largest;
+}
+
+SessionOptions options(KvFormat k, KvFormat v) {
+  SessionOptions o;
+  o.n_ctx = 64, o.chunk = 24, o.k_format = k, o.v_format = v;
+  return o;
+}
+
+// Feeds both the same text, in pieces, then token by token; every logit row is compared.
+double worst(const std::shared_ptr<const Model>& gpu, const std::shared_ptr<const Model>& cpu,
+             const SessionOptions& o, std::span<const std::size_t> pieces, std::size_t n_decode) {
+  Session a(gpu, o), b(cpu, o);
+  std::size_t n = n_decode;
+  for (const std::size_t piece : pieces) n += piece;
+  const std::vector<std::int32_t> ids = text(n);
+  std::span<const std::int32_t> left = ids;
+  double most = 0;
+  for (const std::size_t piece : pieces) {
+    a.prefill(left.first(piece));
+    b.prefill(left.first(piece));
+    left = left.subspan(piece);
+    most = std::max(most, difference(last(a), last(b)));
+  }
+  for (const std::int32_t id : left) {
+    a.decode(id);
+    b.decode(id);
+    most = std::max(most, difference(last(a), last(b)));
+  }
+  return most;
+}
+
+}  // namespace
+
+TEST_CASE("logits are those of the CPU, in decode and in prefill, for every format of the cache") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file), cpu = on_cpu(file);
+  for (const KvFormat k : {KvFormat::F16, KvFormat::Int8}) {
+    for (const KvFormat v : {KvFormat::F16, KvFormat::Int8}) {
+      CAPTURE(static_cast<int>(k));
+      CAPTURE(static_cast<int>(v));
+      CHECK(worst(gpu, cpu, options(k, v), std::vector<std::size_t>{1, 5}, 12) < 2e-3);
+      CHECK(worst(gpu, cpu, options(k, v), std::vector<std::size_t>{30, 9}, 3) < 5e-3);
+    }
+  }
+}
+
+TEST_CASE("a text that slides through its ring for longer than it is, with pinned tokens and with windows") {
+  const tiny::File file(config());
+  SessionOptions o = options(KvFormat::Int8, KvFormat::Int8);
+  o.n_ctx = 40, o.chunk = 10, o.overflow = Overflow::Slide;
+  o.pinned = 5;
+  CHECK(worst(on_gpu(file), on_cpu(file), o, std::vector<std::size_t>{33, 20, 7}, 45) < 5e-3);
+  CHECK(worst(on_gpu(file, {0, 16}), on_cpu(file, {0, 16}), o, std::vector<std::size_t>{33, 20, 7}, 45) < 5e-3);
+}
+
+TEST_CASE("the captured graph computes what single launches do, and there is one for all positions") {
+  const tiny::File file(config());
+  const auto with = on_gpu(file), without = on_gpu(file, {}, {.graph = false});
+  SessionOptions o = options(KvFormat::Int8, KvFormat::Int8);
+  o.n_ctx = 20, o.chunk = 4, o.pinned = 3, o.overflow = Overflow::Slide;
+  Session a(with, o), b(without, o);
+  simt::runtime().graphs_instantiated = 0;
+  for (const std::int32_t id : text(50)) {
+    a.decode(id);
+    b.decode(id);
+    CHECK(last(a) == last(b));
+  }
+  CHECK(simt::runtime().graphs_instantiated == 1);
+}
+
+TEST_CASE("a batch of sessions equals each alone, bit for bit") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  std::vector<std::unique_ptr<Session>> alone, together;
+  for (const KvFormat format : {KvFormat::Int8, KvFormat::F16, KvFormat::Int8}) {
+    for (auto* to : {&alone, &together}) {
+      to->push_back(std::make_unique<Session>(gpu, options(format, format)));
+      to->back()->prefill(text(3 + 4 * alone.size()));
+    }
+  }
+  for (std::int32_t id = 1; id < 5; ++id) {
+    std::vector<Session*> sessions;
+    for (const auto& s : together) sessions.push_back(s.get());
+    const std::vector<std::int32_t> ids{id, id + 7, id + 20};
+    for (const auto& error : step(sessions, ids)) CHECK(error == nullptr);
+    for (std::size_t i = 0; i < alone.size(); ++i) {
+      alone[i]->decode(ids[i]);
+      CHECK(last(*alone[i]) == last(*together[i]));
+    }
+  }
+}
+
+TEST_CASE("logits of every token of a prefill") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file), cpu = on_cpu(file);
+  for (const std::size_t n : {std::size_t{6}, std::size_t{31}}) {
+    Session a(gpu, options(KvFormat::F16, KvFormat::F16)), b(cpu, options(KvFormat::F16, KvFormat::F16));
+    std::vector<float> from_a(n * 77), from_b(n * 77);
+    a.prefill(text(n), from_a);
+    b.prefill(text(n), from_b);
+    for (std::size_t i = 0; i < n; ++i) {
+      CHECK(difference(std::span(from_a).subspan(i * 77, 77), std::span(from_b).subspan(i * 77, 77)) < 5e-3);
+    }
+    CHECK(std::equal(from_a.end() - 77, from_a.end(), a.logits().begin()));
+  }
+}
+
+TEST_CASE("sessions are saved, loaded, forked and rewound; what is saved on one device goes on on another") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file), cpu = on_cpu(file);
+  Session s(gpu, options(KvFormat::Int8, KvFormat::F16));
+  s.prefill(text(20));
+  std::vector<std::byte> bytes;
+  s.save([&](std::span<const std::byte> piece) { bytes.insert(bytes.end(), piece.begin(), piece.end()); });
+  const auto load = [&](const std::shared_ptr<const Model>& model) {
+    std::size_t at = 0;
+    return Session::load(model, [&](std::span<std::byte> piece) {
+      std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), piece.size(), piece.begin());
+      at += piece.size();
+    });
+  };
+  const auto fork = s.fork(), again = load(gpu), there = load(cpu);
+  CHECK(last(*fork) == last(s));
+  CHECK(last(*there) == last(s));
+  for (const std::int32_t id : {3, 9, 40}) {
+    s.decode(id), fork->decode(id), again->decode(id), there->decode(id);
+    CHECK(last(*fork) == last(s));
+    CHECK(last(*again) == last(s));
+    CHECK(difference(last(*there), last(s)) < 2e-3);
+  }
+  const KvRows a = s.kv_rows(1, 1), b = there->kv_rows(1, 1);
+  CHECK(a.positions == b.positions);
+  CHECK(difference(a.k, b.k) < 1e-2);
+  CHECK(difference(a.v, b.v) < 1e-2);
+  const std::vector<float> before = last(s);
+  s.rewind(1);
+  s.decode(40);
+  CHECK(last(s) == before);
+}
+
+TEST_CASE("a session's plan is what it takes on the device") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  const SessionOptions o = options(KvFormat::Int8, KvFormat::Int8);
+  const SessionPlan plan = plan_session(*gpu, o);
+  Session s(gpu, o);
+  CHECK(plan.device_bytes > plan.kv_bytes);
+  CHECK(s.nbytes() == plan.nbytes);
+  CHECK(s.kv_bytes() == plan.kv_bytes);
+  CHECK_THROWS_WITH_AS(Session(gpu, options(KvFormat::F32, KvFormat::F32)),
+                       doctest::Contains("not stored on a GPU"), InvalidArgument);
+}
