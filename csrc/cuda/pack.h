@@ -140,30 +140,25 @@ constexpr int kZero = kType == gguf::DType::Q4_0   ? 8
                       : kHalfScales<kType>         ? 32
                                                    : 0;
 
-// Word w: the codes of weights 4 w to 4 w + 3, a byte each. piece, high: as they were loaded.
+// Word w: the codes of weights 16 side + 4 w to 16 side + 4 w + 3, a byte each.
 template <gguf::DType kType>
 __device__ __forceinline__ void unpack(const uint4 (&pieces)[TilePlaces<kType>::kPieces],
-                                       [[maybe_unused]] uint2 high, std::uint32_t (&words)[8]) {
-  if constexpr (kType == gguf::DType::Q8_0) {
-    const uint4 a = pieces[0], b = pieces[1];
-    words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
-    words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
-  } else {
-    const std::uint32_t in[4] = {pieces[0].x, pieces[0].y, pieces[0].z, pieces[0].w};
+                                       [[maybe_unused]] uint2 high, int side, std::uint32_t (&words)[4]) {
+  constexpr int kHigh = layout_of(kType).high;
+  constexpr bool kNibbles = TilePlaces<kType>::kPieces == 1;
+  const uint4 piece = pieces[kNibbles ? 0 : side];
+  words[0] = piece.x, words[1] = piece.y, words[2] = piece.z, words[3] = piece.w;
+  if constexpr (kNibbles) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[w] = (side == 0 ? words[w] : words[w] >> 4) & 0x0f0f0f0fu;
+  }
+  if constexpr (kHigh != 0) {
+    constexpr std::uint32_t kMask = kHigh == 4 ? 0x10101010u : 0x30303030u;
+    const std::uint32_t from = kHigh == 4 || side == 0 ? high.x : high.y;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      words[w] = in[w] & 0x0f0f0f0fu;
-      words[w + 4] = in[w] >> 4 & 0x0f0f0f0fu;
-    }
-    constexpr int kHigh = layout_of(kType).high;
-    if constexpr (kHigh != 0) {
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        constexpr std::uint32_t kMask = kHigh == 4 ? 0x10101010u : 0x30303030u;
-        const std::uint32_t from = kHigh == 4 || w < 4 ? high.x : high.y;
-        const int up = kHigh == 4 ? 4 - w : 4 - 2 * (w % 4);
-        words[w] |= (up >= 0 ? from << up : from >> -up) & kMask;
-      }
+      const int up = kHigh == 4 ? 4 - w - 4 * side : 4 - 2 * w;
+      words[w] |= (up >= 0 ? from << up : from >> -up) & kMask;
     }
   }
 }
@@ -250,12 +245,13 @@ __device__ __forceinline__ void dequantize_block(const DeviceMatrix& w, int row,
     const Scale scale =
         scale_of<kType>(ld_bits<kLayout.scales>(at + tile.places.scales(tile.row, tile.block)),
                         ld_bits<kLayout.super>(at + tile.places.super(tile.row, tile.block)));
-    std::uint32_t words[8];
-    unpack<kType>(pieces, high, words);
     constexpr bool kSigned = kType == gguf::DType::Q8_0;
+    std::uint32_t words[2][4];
+    unpack<kType>(pieces, high, 0, words[0]);
+    unpack<kType>(pieces, high, 1, words[1]);
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const std::uint32_t word = kSigned ? words[i / 4] ^ 0x80808080u : words[i / 4];
+      const std::uint32_t word = words[i / 16][i % 16 / 4] ^ (kSigned ? 0x80808080u : 0u);
       const float code = byte_minus(word, i % 4, kSigned ? 128 : kZero<kType>);
       if constexpr (kMinima<kType>) {
         out[i] = code * scale.d + scale.m;
