@@ -12,8 +12,8 @@
 // hence the explicit fmaf. GateUp multiplies with its two matrices in turn.
 //
 // Experts: blockIdx.y is the row i of launch.h; each multiplies with a matrix of its own, as if M were 1.
-// Shared memory 2 KiB. Registers: 64 for M = 1, up to 128 for M = 8. Shapes: any rows; cols a multiple of the
-// type's block.
+// Shared memory 2 KiB. Registers: up to 80 for M = 1 (Q6_K 90), up to 128 for more. Shapes: any rows; cols a
+// multiple of the type's block.
 #pragma once
 
 #include "cuda/pack.h"
@@ -215,9 +215,10 @@ __device__ __forceinline__ T pick(const T (&of)[3], int i) {
   return i == 0 ? of[0] : i == 1 ? of[1] : of[2];
 }
 
-// Blocks that a multiprocessor should have room for: at up to 64, 80 or 128 registers.
+// Blocks that a multiprocessor has room for: with 80 registers all loads of a tile are under way before the
+// first is used, as they are not with 64.
 template <gguf::DType kType, int kM>
-constexpr int kResident = 1;
+constexpr int kResident = kM > 1 || kHalfScales<kType> ? 2 : 3;
 
 template <gguf::DType kType, int kM>
 __global__ void __launch_bounds__(32 * kGemvWarps, (kResident<kType, kM>)) gemv_rows(Gemv a) {
