@@ -174,16 +174,15 @@ void run_next(StreamState& s) {
   work();
 }
 
+// While an exception is on its way, what is left of the work is not worth another.
 void drain(StreamState& s) {
+  if (std::uncaught_exceptions() > 0) s.waiting.clear();
   while (!s.waiting.empty()) run_next(s);
 }
 
 void drain_all() {
   for (const auto& stream : api().streams.all()) drain(*stream);
 }
-
-// Where something goes while an exception is on its way, what is left of the work is not worth another.
-bool unwinding() { return std::uncaught_exceptions() > 0; }
 
 // Work of a stream, in its order. `now`: the call returns when it is done.
 cudaError_t give(Stream stream, const char* function, Work work, bool now = false) {
@@ -208,6 +207,7 @@ cudaError_t give(Stream stream, const char* function, Work work, bool now = fals
 
 void wait_for(EventState& event) {
   StreamState* const stream = api().streams.get_if(event.stream);
+  if (stream != nullptr && std::uncaught_exceptions() > 0) stream->waiting.clear();
   while (!event.done && stream != nullptr && !stream->waiting.empty()) run_next(*stream);
 }
 
@@ -305,7 +305,7 @@ cudaError_t release(const char* function, void* memory, bool on_device) {
   auto& all = on_device ? s.device_memory : s.pinned;
   const auto found = all.find(memory);
   if (found == all.end()) return returned(cudaErrorInvalidValue);
-  if (s.lost == cudaSuccess && !unwinding()) drain_all();  // as cudaFree does
+  if (s.lost == cudaSuccess) drain_all();  // as cudaFree does
   if (on_device) s.device_bytes -= found->second;
   device_free(memory);
   all.erase(found);
@@ -512,7 +512,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const cudaError_t error = enter("cudaStreamDestroy");
   StreamState& s = api().streams.get(stream, "cudaStreamDestroy");
-  if (error == cudaSuccess && !unwinding()) drain(s);
+  if (error == cudaSuccess) drain(s);
   api().streams.remove(stream);
   return error;
 }
@@ -554,7 +554,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   const cudaError_t error = enter("cudaEventDestroy");
   EventState& e = api().events.get(event, "cudaEventDestroy");
-  if (error == cudaSuccess && !unwinding()) wait_for(e);
+  if (error == cudaSuccess) wait_for(e);
   api().events.remove(event);
   return error;
 }
