@@ -4,9 +4,12 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <string>
 
@@ -53,11 +56,11 @@ class Model {
  public:
   Weights w;
 
-  explicit Model(gguf::DType odd = gguf::DType::Q5_K) {
+  explicit Model(gguf::DType odd = gguf::DType::Q5_K, int n_vocab = 61) {
     using enum gguf::DType;
     path_ = std::filesystem::temp_directory_path() / ("ringlm-load-" + std::to_string(::getpid()));
     w.layers.resize(2);
-    w.token_embd = matrix(Q6_K, 61);
+    w.token_embd = matrix(Q6_K, n_vocab);
     w.head = w.token_embd;
     w.tied = true;
     w.output_norm = vector(kCols);
@@ -90,6 +93,18 @@ class Model {
   ~Model() { std::filesystem::remove(path_); }
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
+
+  // Bytes of the file that are in this process's memory.
+  std::size_t resident() const {
+    std::ifstream in("/proc/self/smaps");
+    bool here = false;
+    std::size_t kib = 0;
+    for (std::string line; std::getline(in, line);) {
+      if (line.find(path_.string()) != std::string::npos) here = true;
+      if (here && std::sscanf(line.c_str(), "Rss: %zu", &kib) == 1) break;
+    }
+    return kib * 1024;
+  }
 
  private:
   static constexpr int kCols = 256;
@@ -220,6 +235,19 @@ TEST_CASE("a model's file") {
   const Weights w = bind_weights(gguf, read_config(gguf));
   check_all(w, load_weights(w));
   check_all(w, load_weights(w));  // from the file, after its pages were dropped
+}
+
+TEST_CASE("the file's pages leave memory") {
+  const Fresh fresh;
+  const Model model(gguf::DType::Q5_K, 1500);
+  REQUIRE(load_weights(model.w).layers.size() == 2);  // all has been read
+  const std::size_t table = model.w.token_embd.data.size();
+  const auto bytes = std::as_bytes(model.w.token_embd.data);
+  REQUIRE(std::count(bytes.begin(), bytes.end(), std::byte{1}) > 0);
+  const std::size_t before = model.resident();
+  REQUIRE(before >= table);
+  load_weights(model.w);
+  CHECK(model.resident() < before / 2);
 }
 
 TEST_CASE("too little memory is found before any is taken") {
