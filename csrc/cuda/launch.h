@@ -271,4 +271,7 @@ struct TopK {
 std::size_t top_k_scratch_bytes(const TopK& a);
 void top_k(const TopK& a, Stream stream);
 
+// ---- runtime.h. Behind every launch: throws DeviceError, naming the operation, where it was refused.
+void check_launch(const char* operation);
+
 }  // namespace ringlm::cuda

@@ -1,7 +1,5 @@
 #include "cuda/pack.h"
 
-#include "cuda/check_launch.h"
-
 namespace ringlm::cuda {
 
 bool can_pack(gguf::DType type) { return layout_of(type).codes != 0; }

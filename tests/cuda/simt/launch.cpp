@@ -54,6 +54,10 @@ std::vector<int> in_order(int n, std::mt19937& random) {
   return order;
 }
 
+std::size_t shared_limit(const Launch& launch) {
+  return std::max(machine().options.shared_limit, launch.shared_limit);
+}
+
 void prepare_block(std::size_t index) {
   Machine& m = machine();
   const Launch& launch = *m.launch;
@@ -74,7 +78,7 @@ void prepare_block(std::size_t index) {
     t.fiber.prepare(run_thread);
     m.warps[static_cast<std::size_t>(t.warp)].live |= 1u << t.lane;
   }
-  m.shared.begin_block(launch.shared_bytes, m.options.shared_limit);
+  m.shared.begin_block(launch.shared_bytes, shared_limit(launch));
 }
 
 // Lets each thread of a warp that can run go on until it waits or has exited. False when none could.
@@ -167,7 +171,7 @@ void run_block(std::mt19937& random) {
   ++m.n_blocks;
 }
 
-void check_shape(const Launch& launch, const Options& limits) {
+void check_shape(const Launch& launch) {
   const dim3 &g = launch.grid, &b = launch.block;
   const bool grid_fits = g.x > 0 && g.y > 0 && g.z > 0 && g.x < 1u << 31 && g.y < 65536 && g.z < 65536;
   const bool block_fits = b.x > 0 && b.y > 0 && b.z > 0 && b.x <= kMostThreads && b.y <= kMostThreads &&
@@ -176,7 +180,7 @@ void check_shape(const Launch& launch, const Options& limits) {
     throw Fault(why + " [kernel " + launch.kernel + ", at its launch]", launch.kernel, "", 0, {}, {});
   };
   if (!grid_fits || !block_fits) refuse("no such grid or block");
-  const std::size_t limit = std::min(limits.shared_limit, SharedMemory::kLargest);
+  const std::size_t limit = std::min(shared_limit(launch), SharedMemory::kLargest);
   if (launch.shared_bytes > limit) {
     refuse(std::to_string(launch.shared_bytes) + " bytes of shared memory, the limit is " +
            std::to_string(limit));
@@ -187,7 +191,7 @@ void check_shape(const Launch& launch, const Options& limits) {
 
 void run(const Launch& launch) {
   Machine& m = machine();
-  check_shape(launch, m.options);
+  check_shape(launch);
   m.launch = &launch;
   m.n_threads = static_cast<int>(launch.block.x * launch.block.y * launch.block.z);
   while (static_cast<int>(m.threads.size()) < m.n_threads) m.threads.push_back(std::make_unique<Thread>());

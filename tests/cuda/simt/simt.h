@@ -32,7 +32,8 @@
 // the warp last met, which may pair the wrong ones after lanes diverged; calls of memcpy and memset on
 // shared memory are seen by ASan alone.
 //
-// One host thread at a time, one device. A fault leaves device memory as it was at that moment.
+// One host thread at a time, one device, and nothing at the same time as anything else: streams run late at
+// most (runtime_api.h). A fault leaves device memory as it was at that moment.
 #pragma once
 
 #include <cstddef>
@@ -83,24 +84,30 @@ constexpr bool kRaceBuild =
     false;
 #endif
 
-// ---- host side. Launches run at once, streams have no meaning yet. Stand-ins for the rest of the runtime
-// API that a backend calls (cudaMalloc, cudaMemcpyAsync, events, graphs) belong in simt/runtime_api.h, over
-// the functions here: a graph is the Launches that launch() would have run.
-using Stream = void*;
+// ---- host side. Streams, and the rest of the runtime API that a backend calls (cudaMalloc, cudaMemcpyAsync,
+// events, graphs), are in simt/runtime_api.h. On the null stream, launches run at once.
+struct StreamState;
+using Stream = StreamState*;
 
 struct Launch {
   std::string kernel;
   dim3 grid, block;
   std::size_t shared_bytes;
   std::function<void()> body;  // of one thread, with the arguments as they were at the launch
+  const void* function = nullptr;
+  std::size_t shared_limit = 0;  // what the function opted in to, where that is more than options() has
 };
 void run(const Launch& launch);  // throws Fault
+// Runs it, now or when the stream gets there, or makes it a node of the graph that the stream captures.
+void submit(Launch launch, Stream stream);
 
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
-            Stream, Arguments&&... arguments) {
+            Stream stream, Arguments&&... arguments) {
   const std::tuple<Parameters...> copied(std::forward<Arguments>(arguments)...);
-  run({name, grid, block, shared_bytes, [kernel, copied] { std::apply(kernel, copied); }});
+  submit({name, grid, block, shared_bytes, [kernel, copied] { std::apply(kernel, copied); },
+          reinterpret_cast<const void*>(kernel)},
+         stream);
 }
 
 // Device memory, aligned to 256 bytes, between guards, for the host too. The name is for messages.
