@@ -51,17 +51,13 @@ __global__ void __launch_bounds__(kRowThreads) to_halves_kernel(Normed a, Halves
   SMEM_STATIC(std::uint32_t, maxima, kMostWarps);
   const int m = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const float* const x = input_row(a, m);
-  const auto weighted = [&](int column) {
-    const float value = ld_global(x + column);
-    return a.norm != nullptr ? value * ld_global(a.norm + column) : value;
-  };
+  const auto weight = [&](int column) { return a.norm != nullptr ? ld_global(a.norm + column) : 1.0f; };
   float sum = 0.0f;
   std::uint32_t largest_seen = 0;
   for (int column = thread; column < a.cols; column += kRowThreads) {
     const float value = ld_global(x + column);
-    const float y = a.norm != nullptr ? value * ld_global(a.norm + column) : value;
     sum += value * value;
-    largest_seen = max(largest_seen, magnitude_bits(y));
+    largest_seen = max(largest_seen, magnitude_bits(value * weight(column)));
   }
   const float largest = bits_as<float>(block_max(largest_seen, maxima));
   float scale = 1.0f;
@@ -71,7 +67,8 @@ __global__ void __launch_bounds__(kRowThreads) to_halves_kernel(Normed a, Halves
   const int stride = blocks_of(a.cols) * kBlock;
   half* const out = to.x + std::int64_t{m} * stride;
   for (int column = thread; column < stride; column += kRowThreads) {
-    st_global(out + column, __float2half_rn(column < a.cols ? weighted(column) * factor : 0.0f));
+    st_global(out + column,
+              __float2half_rn(column < a.cols ? ld_global(x + column) * weight(column) * factor : 0.0f));
   }
   if (thread == 0) st_global(to.steps + m, step);
 }

@@ -98,15 +98,16 @@ void check_row(QuantizedRows& q, int m, std::vector<float> value) {
 
 // squares[m] of x, and that their sum is that of the row to 1e-6.
 void check_squares(QuantizedRows& q, int m, const float* x) {
+  constexpr double kUnderflow = 1e-44;  // of a square in float32
   double all = 0.0, sum = 0.0;
   for (int block = 0; block < q.blocks; ++block) {
     double of_block = 0.0;
     for (int i = 32 * block; i < std::min(32 * (block + 1), q.cols); ++i) of_block += double{x[i]} * x[i];
     const float square = q.squares[size(m * q.blocks + block)];
-    CHECK(std::fabs(square - of_block) <= 1e-6 * of_block + 1e-44);  // float32 underflows
+    CHECK(std::fabs(square - of_block) <= 1e-6 * of_block + kUnderflow);
     all += of_block, sum += square;
   }
-  CHECK(std::fabs(sum - all) <= 1e-6 * all);
+  CHECK(std::fabs(sum - all) <= 1e-6 * all + kUnderflow);
 }
 
 double root_mean_square(const float* x, int n, float eps) {
