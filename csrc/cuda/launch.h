@@ -187,6 +187,10 @@ struct Attend {
   float* partial;     // [attend_partial_floats]
   unsigned* arrived;  // [M, n_head_kv], zero before and after
 };
+// Whether attend writes `out`: where the heads of a group are whole blocks. If not, to_quantized has to.
+inline bool attend_quantizes(const Attend& a) {
+  return a.out.digits != nullptr && a.n_head / a.n_head_kv * a.head_dim % kBlock == 0;
+}
 std::size_t attend_partial_floats(const Attend& a);
 void attend(const Attend& a, Stream stream);             // every row has a cache of its own, or not
 void prefill_attention(const Attend& a, Stream stream);  // rows are consecutive positions of one session
