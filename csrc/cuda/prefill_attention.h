@@ -61,12 +61,12 @@ __device__ __forceinline__ std::uint32_t pair_of_halves(float low, float high) {
 }
 
 // Positions [begin, end) of one part of the ring, pinned or moving, as a block walks over them. Positions are
-// counted from `base`, which is aligned to tiles.
+// counted from one that is aligned to tiles.
 struct PrefillPart {
-  std::int64_t base;
   int begin, end;
-  int first_slot;      // of `begin`
-  int wrap, capacity;  // slots to go back at the end of the ring
+  int first_slot;        // of `begin`
+  int wrap, capacity;    // slots to go back at the end of the ring
+  int all_from, all_to;  // the first and last position that every row of the block sees
 
   __device__ __forceinline__ bool has(int t) const { return t >= begin && t < end; }
   // There are no more positions than slots, so one step back is enough.
@@ -74,6 +74,16 @@ struct PrefillPart {
     const int slot = first_slot + (t - begin);
     return slot < capacity ? slot : slot - wrap;
   }
+};
+
+// The positions of a part that a row sees, and its offsets for keys of its own epoch and of the one before,
+// times the factor of scores.
+struct alignas(8) RowSeen {
+  int first, last;
+};
+struct alignas(16) RowOffsets {
+  int own_epoch;  // its first position
+  float own, previous, unused;
 };
 
 // Rows at .. at + kTile - 1 of K or V on their way to shared memory, as halves: fetch() asks for them,
@@ -119,19 +129,78 @@ struct StagedRows {
   }
 };
 
-// The positions of a part that a row sees, and its offsets for keys of its own epoch and of the one before.
-struct alignas(8) RowSeen {
-  int first, last;
-};
-struct alignas(16) RowOffsets {
-  int own_epoch;  // its first position
-  float own, previous, unused;
-};
-
 // tanh(x) = 1 - 2 / (1 + e^2x), to about 1e-7.
 __device__ __forceinline__ float tanh_by_ex2(float x) {
   constexpr float kTwoLog2E = 2.885390082f;
   return 1.0f - __fdividef(2.0f, 1.0f + ex2_approx(kTwoLog2E * x));
+}
+
+// What a block's rows see of both parts, in shared memory.
+struct PrefillView {
+  PrefillPart parts[2];  // pinned, moving
+  RowSeen seen[2][kPrefillRows];
+  RowOffsets offsets[2][kPrefillRows];
+  int queries[kPrefillRows];  // of [M, n_head]
+  const std::uint8_t *k, *v;  // of the block's KV head
+  const half *k_scales, *v_scales;
+};
+
+// x = factor (q . k + offset) is a score in base 2, or what the soft cap's tanh is taken of.
+constexpr float kLog2E = 1.442695041f;
+__device__ __forceinline__ float score_factor(const Attend& a) {
+  return a.softcap > 0.0f ? a.scale / a.softcap : a.scale * kLog2E;
+}
+
+// Every thread does one row of one part, and the first one what all share.
+template <int kHeadDim>
+__device__ __forceinline__ void look(const Attend& a, const KvLayer* layer, PrefillView& view) {
+  static_assert(kPrefillThreads == 2 * kPrefillRows);
+  constexpr int kTile = PrefillShape<kHeadDim>::kTile;
+  const int thread = static_cast<int>(threadIdx.x), moving = thread / kPrefillRows;
+  const int of_block = thread % kPrefillRows;
+  const std::int64_t visible = ld_global(&layer->visible), pinned = ld_global(&layer->pinned);
+  const std::int64_t capacity = ld_global(&layer->capacity), turning = capacity - pinned;
+  const std::int64_t chunk_first = ld_global(&a.rows->position), epoch = ld_global(&a.rows->epoch);
+  const auto oldest = [&](std::int64_t p) { return max(pinned, p - (visible - pinned) + 1); };
+  const auto newest = [&](std::int64_t p) { return moving ? p : min(p, pinned - 1); };
+
+  // Behind the last row there are copies of it, which nobody writes.
+  const int group = a.n_head / a.n_head_kv, n_rows = a.M * group;
+  const int block_row = static_cast<int>(blockIdx.y) * kPrefillRows;
+  const int row = min(block_row + of_block, n_rows - 1), token = row / group;
+  const std::int64_t p = chunk_first + token, first_p = chunk_first + block_row / group;
+  const std::int64_t last_p = chunk_first + (min(block_row + kPrefillRows, n_rows) - 1) / group;
+
+  const std::int64_t begin = moving ? oldest(first_p) : 0, base = begin / kTile * kTile;
+  const auto from_base = [&](std::int64_t t) { return static_cast<int>(t - base); };
+  if (of_block == 0) {
+    PrefillPart part;
+    part.begin = from_base(begin);
+    part.end = from_base(newest(last_p) + 1);
+    part.first_slot = moving ? static_cast<int>(pinned + (begin - pinned) % turning) : 0;
+    part.wrap = static_cast<int>(turning);
+    part.capacity = static_cast<int>(capacity);
+    part.all_from = from_base(moving ? oldest(last_p) : 0);
+    part.all_to = from_base(newest(first_p));
+    view.parts[moving] = part;
+  }
+  view.seen[moving][of_block] = {from_base(moving ? oldest(p) : 0), from_base(newest(p))};
+  const int query = token * a.n_head + static_cast<int>(blockIdx.x) * group + row % group;
+  if (!moving) view.queries[of_block] = query;
+  if (thread == 0) {
+    const std::int64_t before = blockIdx.x * capacity;  // rows of the heads before this one
+    const auto bytes = [](KvFormat format) { return format == KvFormat::Int8 ? 1 : 2; };
+    view.k = ld_global(&layer->k) + before * kHeadDim * bytes(a.k_format);
+    view.v = ld_global(&layer->v) + before * kHeadDim * bytes(a.v_format);
+    view.k_scales = reinterpret_cast<const half*>(ld_global(&layer->k_scales)) + before;
+    view.v_scales = reinterpret_cast<const half*>(ld_global(&layer->v_scales)) + before;
+  }
+  if (a.offsets == nullptr) return;
+  const float* const offsets = a.offsets + static_cast<std::int64_t>(query) * kEpochs;
+  const float factor = score_factor(a);
+  view.offsets[moving][of_block] = {from_base(p / epoch * epoch),
+                                    factor * ld_global(offsets + (moving ? 0 : 2)),
+                                    factor * ld_global(offsets + (moving ? 1 : 2)), 0.0f};
 }
 
 template <int kHeadDim>
@@ -139,90 +208,36 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
     prefill_attention_kernel(const Attend a) {
   using Shape = PrefillShape<kHeadDim>;
   constexpr int kTile = Shape::kTile, kStride = Shape::kStride;
-  constexpr float kLog2E = 1.442695041f, kLowest = -3.0e38f;
+  constexpr float kLowest = -3.0e38f;
   SMEM_DYN(half, k_tile);  // [kTile][kStride], and V behind it
   SMEM_STATIC(float, k_factors, kTile);
   SMEM_STATIC(float, v_logs, kTile);      // log2 of the row's scale
   SMEM_STATIC(float, v_inverses, kTile);  // 1 / scale
-  SMEM_STATIC(RowSeen, seen, kPrefillRows);
-  SMEM_STATIC(RowOffsets, offsets, kPrefillRows);
+  SMEM_STATIC(PrefillView, views, 1);
+  PrefillView& view = views[0];
   half* const v_tile = k_tile + kTile * kStride;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int in_quad = lane % 4, quad = lane / 4;
-  const int head_kv = static_cast<int>(blockIdx.x), group = a.n_head / a.n_head_kv;
+  const int lane_row = 16 * warp + quad;  // this lane has that row of the block and the eighth after it
 
-  const KvLayer* const layer = ld_global(&a.rows->layers) + a.layer;
-  const std::int64_t visible = ld_global(&layer->visible), pinned = ld_global(&layer->pinned);
-  const std::int64_t capacity = ld_global(&layer->capacity), turning = capacity - pinned;
-  const std::int64_t epoch = ld_global(&a.rows->epoch), chunk_first = ld_global(&a.rows->position);
-  const auto oldest = [&](std::int64_t p) {
-    const std::int64_t t = p - (visible - pinned) + 1;
-    return t > pinned ? t : pinned;
-  };
-  const std::int64_t before = head_kv * capacity;  // rows of the heads before this one
-  const auto bytes = [](KvFormat format) { return format == KvFormat::Int8 ? 1 : 2; };
-  const std::uint8_t* const k = ld_global(&layer->k) + before * kHeadDim * bytes(a.k_format);
-  const std::uint8_t* const v = ld_global(&layer->v) + before * kHeadDim * bytes(a.v_format);
-  const half* const k_scales = reinterpret_cast<const half*>(ld_global(&layer->k_scales)) + before;
-  const half* const v_scales = reinterpret_cast<const half*>(ld_global(&layer->v_scales)) + before;
-
-  // This block's rows, and this lane's two of them. Behind the last row there are copies of it, which nobody
-  // writes.
-  const int n_rows = a.M * group, block_row = static_cast<int>(blockIdx.y) * kPrefillRows;
-  const std::int64_t first_p = chunk_first + block_row / group;
-  const std::int64_t last_p = chunk_first + (min(block_row + kPrefillRows, n_rows) - 1) / group;
-  const int warp_row = 16 * warp + quad;  // the first one's place in the block
-  const auto query_of = [&](int r) {      // of [M, n_head]
-    const int row = min(block_row + warp_row + 8 * r, n_rows - 1), token = row / group;
-    return static_cast<std::int64_t>(token * a.n_head + head_kv * group + row % group) * kHeadDim +
-           2 * in_quad;
-  };
-
-  // x = factor (q . k + offset) is the score in base 2, or what the soft cap's tanh is taken of.
-  const float factor = a.softcap > 0.0f ? a.scale / a.softcap : a.scale * kLog2E;
-  const float cap = a.softcap * kLog2E;
+  look<kHeadDim>(a, ld_global(&a.rows->layers) + a.layer, view);
+  const float factor = score_factor(a), cap = a.softcap * kLog2E;
+  __syncthreads();
 
   float o[kHeadDim / 8][4] = {};
   float largest[2] = {kLowest, kLowest}, sum[2] = {};  // the sum over this lane's columns alone
+#pragma unroll 1
   for (int moving = 0; moving < 2; ++moving) {
-    const std::int64_t begin = moving ? oldest(first_p) : 0;
-    const std::int64_t end = !moving && last_p >= pinned ? pinned : last_p + 1;
-    if (begin >= end) continue;
-    PrefillPart part;
-    part.base = begin / kTile * kTile;
-    part.begin = static_cast<int>(begin - part.base);
-    part.end = static_cast<int>(end - part.base);
-    part.first_slot = moving ? static_cast<int>(pinned + (begin - pinned) % turning) : 0;
-    part.wrap = static_cast<int>(turning);
-    part.capacity = static_cast<int>(capacity);
-
-    __syncthreads();  // the part before has been read
-    if (thread < kPrefillRows) {
-      const int row = min(block_row + thread, n_rows - 1), token = row / group;
-      const std::int64_t p = chunk_first + token;
-      RowSeen row_seen;
-      row_seen.first = moving ? static_cast<int>(oldest(p) - part.base) : 0;
-      row_seen.last = static_cast<int>((moving || p < pinned ? p : pinned - 1) - part.base);
-      st_shared(&seen[thread], row_seen);
-      if (a.offsets != nullptr) {
-        const std::int64_t query = token * a.n_head + head_kv * group + row % group;
-        const float* const of_row = a.offsets + query * kEpochs;
-        RowOffsets row_offsets{};
-        row_offsets.own_epoch = static_cast<int>(p / epoch * epoch - part.base);
-        row_offsets.own = factor * ld_global(of_row + (moving ? 0 : 2));
-        row_offsets.previous = factor * ld_global(of_row + (moving ? 1 : 2));
-        st_shared(&offsets[thread], row_offsets);
-      }
-    }
-    // Tiles of which all rows of the block see everything need no masks.
-    const int all_from = moving ? static_cast<int>(oldest(last_p) - part.base) : 0;
-    const int all_to = static_cast<int>((moving || first_p < pinned ? first_p : pinned - 1) - part.base);
+    const PrefillPart& part = view.parts[moving];
+    if (part.begin >= part.end) continue;
 
     std::uint32_t q[kHeadDim / 16][4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float* const from = (moving ? a.q : a.q_pinned) + query_of(r);
+      const float* const from = (moving ? a.q : a.q_pinned) +
+                                static_cast<std::int64_t>(view.queries[lane_row + 8 * r]) * kHeadDim +
+                                2 * in_quad;
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         const float2 two = ld_global(reinterpret_cast<const float2*>(from + 8 * i));
@@ -233,15 +248,15 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
     for (int at = 0; at < part.end; at += kTile) {
       __syncthreads();  // the tile before has been read
       StagedRows<kHeadDim> k_rows, v_rows;
-      k_rows.fetch(part, at, k, a.k_format, k_tile);
-      v_rows.fetch(part, at, v, a.v_format, v_tile);
+      k_rows.fetch(part, at, view.k, a.k_format, k_tile);
+      v_rows.fetch(part, at, view.v, a.v_format, v_tile);
       cp_async_commit();
       if (thread < kTile) {
         float k_scale = 1.0f, v_scale = 1.0f;
         if (part.has(at + thread)) {
           const int slot = part.slot(at + thread);
-          if (a.k_format == KvFormat::Int8) k_scale = __half2float(ld_global(k_scales + slot));
-          if (a.v_format == KvFormat::Int8) v_scale = __half2float(ld_global(v_scales + slot));
+          if (a.k_format == KvFormat::Int8) k_scale = __half2float(ld_global(view.k_scales + slot));
+          if (a.v_format == KvFormat::Int8) v_scale = __half2float(ld_global(view.v_scales + slot));
         }
         if (v_scale == 0.0f) v_scale = 1.0f;  // so are all codes
         st_shared(&k_factors[thread], factor * k_scale);
@@ -270,7 +285,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
       if (a.offsets != nullptr) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const RowOffsets of_row = ld_shared(&offsets[warp_row + 8 * r]);
+          const RowOffsets of_row = ld_shared(&view.offsets[moving][lane_row + 8 * r]);
           offset[r] = at >= of_row.own_epoch ? of_row.own : of_row.previous;
         }
       }
@@ -287,8 +302,9 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
           for (int i = 0; i < 4; ++i) s[n][i] = cap * tanh_by_ex2(s[n][i]);
         }
       }
-      if (at < all_from || at + kTile - 1 > all_to) {
-        const RowSeen of_row[2] = {ld_shared(&seen[warp_row]), ld_shared(&seen[warp_row + 8])};
+      if (at < part.all_from || at + kTile - 1 > part.all_to) {
+        const RowSeen of_row[2] = {ld_shared(&view.seen[moving][lane_row]),
+                                   ld_shared(&view.seen[moving][lane_row + 8])};
 #pragma unroll
         for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
@@ -362,8 +378,10 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
   if (a.v_format == KvFormat::Int8) rotate_back_rows<kHeadDim>(o, lane);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (block_row + warp_row + 8 * r >= n_rows) continue;
-    float* const to = a.att + query_of(r);
+    const int row = static_cast<int>(blockIdx.y) * kPrefillRows + lane_row + 8 * r;
+    if (row >= a.M * (a.n_head / a.n_head_kv)) continue;
+    float* const to =
+        a.att + static_cast<std::int64_t>(view.queries[lane_row + 8 * r]) * kHeadDim + 2 * in_quad;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
       st_global(reinterpret_cast<float2*>(to + 8 * n), make_float2(o[n][2 * r], o[n][2 * r + 1]));
