@@ -290,6 +290,35 @@ __device__ __forceinline__ std::uint32_t movmatrix_trans(std::uint32_t x,
 #endif
 }
 
+// Four 8x8 matrices of halves from shared memory: lane l names the 16 bytes that are row l % 8 of matrix l /
+// 8, and d[i] gets the fragment of matrix i: row lane / 4, columns 2 (lane % 4) and the next. `trans` reads
+// the transpose of each. Rows of one matrix should lie in different banks.
+__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&d)[4], const half* row,
+                                            [[maybe_unused]] Site at = Site::current()) {
+#if defined(__CUDACC__)
+  const auto shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared)
+               : "memory");
+#else
+  simt::ldmatrix_x4(d, row, false, at);
+#endif
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&d)[4], const half* row,
+                                                  [[maybe_unused]] Site at = Site::current()) {
+#if defined(__CUDACC__)
+  const auto shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(shared)
+               : "memory");
+#else
+  simt::ldmatrix_x4(d, row, true, at);
+#endif
+}
+
 // ---- arithmetic
 
 // 2^x to 22 bits; subnormal inputs and results are zero.
@@ -312,10 +341,10 @@ __device__ __forceinline__ int dp4a(int a, int b, int c) {
 #endif
 }
 
-// The same bits as another type of the same size.
+// The same bits as another type of the same size. half2 is plain bits, though it has an assignment of its own.
 template <class To, class From>
 __device__ __forceinline__ To bits_as(const From& from) {
-  static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<From>);
+  static_assert(sizeof(To) == sizeof(From) && std::is_trivially_destructible_v<From>);
   To to;
   memcpy(&to, &from, sizeof to);
   return to;

@@ -221,6 +221,27 @@ void combine_movmatrix(void* const* arguments, std::uint32_t) {
   }
 }
 
+struct LdMatrixArgument {
+  std::array<std::uint16_t, 8> row;
+  std::uint32_t* d;
+  bool trans;
+};
+
+void combine_ldmatrix(void* const* arguments, std::uint32_t) {
+  const auto element = [&](std::size_t matrix, std::size_t row, std::size_t column) {
+    return static_cast<const LdMatrixArgument*>(arguments[8 * matrix + row])->row[column];
+  };
+  for (std::size_t lane = 0; lane < kWarp; ++lane) {
+    const auto& m = *static_cast<const LdMatrixArgument*>(arguments[lane]);
+    const std::size_t row = lane / 4, column = 2 * (lane % 4);
+    for (std::size_t i = 0; i < 4; ++i) {
+      const std::uint16_t low = m.trans ? element(i, column, row) : element(i, row, column);
+      const std::uint16_t high = m.trans ? element(i, column + 1, row) : element(i, row, column + 1);
+      m.d[i] = low | static_cast<std::uint32_t>(high) << 16;
+    }
+  }
+}
+
 // .aligned: all 32 lanes.
 void need_full_warp(Site at) {
   const Thread& t = *machine().current;
@@ -242,6 +263,13 @@ std::uint32_t movmatrix_trans(std::uint32_t x, Site at) {
   MovMatrixArgument argument{x, 0};
   meet(Kind::kMovMatrix, 0xffffffffu, at, &argument, combine_movmatrix);
   return argument.result;
+}
+
+void ldmatrix_x4(std::uint32_t (&d)[4], const void* row, bool trans, Site at) {
+  need_full_warp(at);
+  LdMatrixArgument argument{{}, d, trans};
+  load_shared(argument.row.data(), row, sizeof argument.row, at);
+  meet(Kind::kLdMatrix, 0xffffffffu, at, &argument, combine_ldmatrix);
 }
 
 }  // namespace simt

@@ -44,6 +44,7 @@ std::uint32_t ballot(std::uint32_t mask, bool predicate, Site at);
 void mma_m16n8(float (&c)[4], const std::uint32_t* a, int a_count, const std::uint32_t* b, int b_count,
                Site at);
 std::uint32_t movmatrix_trans(std::uint32_t x, Site at);
+void ldmatrix_x4(std::uint32_t (&d)[4], const void* row, bool trans, Site at);  // reads as load_shared does
 
 template <class T>
 T shuffle(Shuffle how, std::uint32_t mask, T value, int operand, int width, Site at) {

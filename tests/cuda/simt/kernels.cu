@@ -25,6 +25,7 @@ void launch_all(cudaStream_t stream, const int* x, int* y, const float* f, float
   LAUNCH(kernels::mma_registers<8>, 1, 32, 0, stream, u, u, g);
   LAUNCH(kernels::mma_registers<16>, 1, 32, 0, stream, u, u, g);
   LAUNCH(kernels::movmatrix_of, 1, 32, 0, stream, u, v);
+  LAUNCH(kernels::ldmatrix_of<24>, 1, 32, 0, stream, h, v);
   LAUNCH(kernels::shuffles_of, 1, 32, 0, stream, x, 1, 32, y);
   LAUNCH(kernels::votes_of, 1, 32, 0, stream, x, y);
   LAUNCH(kernels::barrier_votes, 1, dim3(10, 5), 0, stream, y);

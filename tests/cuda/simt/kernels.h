@@ -249,6 +249,23 @@ __global__ void movmatrix_of(const std::uint32_t* x, std::uint32_t* y) {
   st_global(y + threadIdx.x, movmatrix_trans(ld_global(x + threadIdx.x)));
 }
 
+// y[2][lane][4]: the fragments of x [4][8][8] halves, and of their transposes; rows are `stride` halves apart
+// in shared memory.
+template <int kStride>
+__global__ void ldmatrix_of(const half* x, std::uint32_t* y) {
+  SMEM_STATIC(half, rows, 32 * kStride);
+  const int lane = static_cast<int>(threadIdx.x);
+  for (int i = 0; i < 8; ++i) st_shared(&rows[lane * kStride + i], ld_global(x + 8 * lane + i));
+  __syncwarp();
+  std::uint32_t d[4], transposed[4];
+  ldmatrix_x4(d, &rows[lane * kStride]);
+  ldmatrix_x4_trans(transposed, &rows[lane * kStride]);
+  for (int i = 0; i < 4; ++i) {
+    st_global(y + 4 * lane + i, d[i]);
+    st_global(y + 128 + 4 * lane + i, transposed[i]);
+  }
+}
+
 // y[lane][6]: the four shuffles of x by `operand`, in segments of `width`; then a ballot, and a
 // maximum of 8 lanes.
 __global__ void shuffles_of(const int* x, int operand, int width, int* y) {

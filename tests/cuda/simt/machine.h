@@ -21,7 +21,7 @@ constexpr int kMostThreads = 1024;
 enum class State { kReady, kInCollective, kAtBarrier, kExited };
 
 // What a lane brings to a collective. Lanes may meet when kind, mask and source line agree.
-enum class Kind { kShuffle, kBallot, kSyncWarp, kMma, kMovMatrix };
+enum class Kind { kShuffle, kBallot, kSyncWarp, kMma, kMovMatrix, kLdMatrix };
 struct Collective {
   Kind kind;
   std::uint32_t mask;

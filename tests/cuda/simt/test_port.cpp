@@ -86,6 +86,32 @@ TEST_CASE("movmatrix.trans") {
   }
 }
 
+TEST_CASE_TEMPLATE("ldmatrix.x4 and ldmatrix.x4.trans", Stride, std::integral_constant<int, 8>,
+                   std::integral_constant<int, 24>) {
+  // "Threads 0-7, 8-15, 16-23, 24-31: addr0-addr7 of matrix 0, 1, 2, 3"; register i is of matrix i, and each
+  // thread's fragment that of movmatrix.
+  Buffer<half> x("x", 4 * 64);
+  Buffer<std::uint32_t> y("y", 2 * kLanes * 4);
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = __int2half_rn(static_cast<int>(i));
+  const auto element = [](std::size_t matrix, std::size_t row, std::size_t column) {
+    return half_of(static_cast<int>(64 * matrix + 8 * row + column));
+  };
+  in_every_order([&] {
+    LAUNCH(kernels::ldmatrix_of<Stride::value>, 1, 32, 0, nullptr, x.data(), y.data());
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      const std::size_t row = lane / 4, column = lane % 4 * 2;
+      for (std::size_t i = 0; i < 4; ++i) {
+        CHECK(y[4 * lane + i] == pair_of(element(i, row, column), element(i, row, column + 1)));
+        CHECK(y[4 * (kLanes + lane) + i] == pair_of(element(i, column, row), element(i, column + 1, row)));
+      }
+    }
+    // Rows next to one another, or an odd number of 16 bytes apart, are in different banks.
+    const LineCount loads = report().line(
+        Op::kSharedLoad, "kernels.h", line_ending_in("kernels.h", "ldmatrix_x4(d, &rows[lane * kStride]);"));
+    CHECK(loads.wavefronts == 4);
+  });
+}
+
 TEST_CASE("ex2.approx.ftz") {
   constexpr float kInfinity = std::numeric_limits<float>::infinity(), kSubnormal = 1e-40f;
   // The manual's table of special inputs; then results around the least normal number, 2^-126.
