@@ -56,6 +56,9 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.2)
   message(FATAL_ERROR "CUDA ${CMAKE_CUDA_COMPILER_VERSION} is too old: 12.2 or newer is needed; "
     "-DRINGLM_CUDA=OFF builds for the CPU")
 endif()
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # of nvcc 12, to CMake before 3.25.2
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+endif()
 message(STATUS "CUDA backend: CUDA ${CMAKE_CUDA_COMPILER_VERSION}, for ${CMAKE_CUDA_ARCHITECTURES}")
 
 add_library(ringlm_cuda MODULE
@@ -65,8 +68,7 @@ target_include_directories(ringlm_cuda PRIVATE csrc)
 target_link_libraries(ringlm_cuda PRIVATE ringlm)  # what it uses of it, as a copy of its own
 target_compile_definitions(ringlm_cuda PRIVATE
   "RINGLM_BUILD=\"${RINGLM_BUILD}\"" "RINGLM_CUDA_ARCHS=\"$<JOIN:${RINGLM_CUDA_ARCHS}, >\"")
-# By hand, since CMake before 3.25 does not know that nvcc takes it.
-target_compile_options(ringlm_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;-Werror=all-warnings;-Xcompiler=-Wall>")
+target_compile_options(ringlm_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xcompiler=-Wall,-ffp-contract=off>")
 set_target_properties(ringlm_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 ringlm_cuda_door(ringlm_cuda)
 if(RINGLM_PYTHON)

@@ -33,13 +33,13 @@ void check_driver() {
   cudaDriverGetVersion(&driver);
   const std::string needed = "this library was built with CUDA " + version(CUDART_VERSION);
   if (driver == 0) {
-    throw DeviceError("there is no NVIDIA driver on this machine (" + named(error) +
-                      "): install one; " + needed + kInstead);
+    throw DeviceError("there is no NVIDIA driver on this machine (" + named(error) + "): install one; " +
+                      needed + kInstead);
   }
   if (error == cudaErrorInsufficientDriver) {
     throw DeviceError("the NVIDIA driver is too old (" + named(error) + "): it knows CUDA " +
-                      version(driver) + ", and " + needed + ": update the driver, or build ringlm with an older toolkit" +
-                      kInstead);
+                      version(driver) + ", and " + needed +
+                      ": update the driver, or build ringlm with an older toolkit" + kInstead);
   }
   if (error == cudaErrorNoDevice || error == cudaSuccess) {
     throw DeviceError("the NVIDIA driver sees no GPU (" + named(cudaErrorNoDevice) +

@@ -53,9 +53,10 @@ def describe_devices() -> dict[str, Any]:
         archs = record["library"] and record["library"]["archs"]
         record["gpus"] = [_gpu(cuda, nvml, i, archs) for i in range(n)]
     except _Refused as e:
-        if e.name == "CUDA_ERROR_NO_DEVICE":  # from cuInit already
-            what = "gpu"
-        record["missing"][what] = _NO_GPU if what == "gpu" else f"it refuses: {e.name}"
+        if e.name == "CUDA_ERROR_NO_DEVICE":  # of cuInit
+            record["missing"]["gpu"] = _NO_GPU
+        else:
+            record["missing"][what] = f"it refuses: {e.name}"
     except _Missing as e:
         record["missing"][what] = str(e)
     return record

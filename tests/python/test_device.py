@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def info(capsys: pytest.CaptureFixture[str]) -> Callable[[], tuple[dict[str, Any
         assert main(["info", "--device"]) == 0
         out, err = capsys.readouterr()
         assert err == ""
-        return record, {line[:15].rstrip(): line[15:] for line in out.splitlines()}
+        return record, {line[:15].strip(): line[15:] for line in out.splitlines()}
 
     return run
 
@@ -88,6 +89,14 @@ def test_a_driver_that_refuses(info: Info, monkeypatch: pytest.MonkeyPatch, libr
     assert lines["driver"] == "missing: it refuses: CUDA_ERROR_OUT_OF_MEMORY"
 
 
+def test_a_gpu_that_refuses(info: Info, monkeypatch: pytest.MonkeyPatch, library: None) -> None:
+    driver = Driver([T4])
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda index: (fake_cuda.Result.CUDA_ERROR_OUT_OF_MEMORY, 0))
+    fake_cuda.install(monkeypatch, driver, None)
+    record, lines = info()
+    assert record["gpus"] == [] and lines["GPU"] == "missing: it refuses: CUDA_ERROR_OUT_OF_MEMORY"
+
+
 # ---- GPUs --------------------------------------------------------------------------------------------------
 
 
@@ -129,12 +138,12 @@ def test_two_gpus_in_words(monkeypatch: pytest.MonkeyPatch, library: None, capsy
         "package        cuda-bindings 13.0.1",
         "driver         535.104.05, for CUDA 12.2",
         "GPU 0          Tesla T4, sm_75, 40 multiprocessors",
-        "  memory       14.4 GiB free of 14.6 GiB",
+        "  memory       15.5 GB free of 15.6 GB",
         "  clocks       at most 1,590 MHz, now 300 MHz; memory at most 5,001 MHz, now 405 MHz",
         "  bandwidth    320.1 GB/s: 256 bits, twice in each of 5,001 MHz",
         "  power        9 W of 70 W allowed",
         "GPU 1          GeForce GTX 1080, sm_61, for which the library has no code, 20 multiprocessors",
-        "  memory       ? free of 8.0 GiB",
+        "  memory       ? free of 8.59 GB",
         "  clocks       at most 1,733 MHz, now 300 MHz; memory at most 5,005 MHz, now 405 MHz",
         "  bandwidth    320.3 GB/s: 256 bits, twice in each of 5,005 MHz",
         "  power        not known: the driver's management library does not say",
@@ -152,7 +161,7 @@ def jetson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (gpu / "cur_freq").write_text("306000000\n")
     (tmp_path / "nvpmodel").write_text("#!/bin/sh\n[ $1 = -q ] && printf 'NV Power Mode: MODE_30W\\n2\\n'\n")
     (tmp_path / "nvpmodel").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     return memory
 
 
@@ -168,7 +177,7 @@ def test_jetson(info: Info, monkeypatch: pytest.MonkeyPatch, library: None, jets
     assert gpu["integrated"] and gpu["has_code"]  # code of sm_86 runs on sm_87
     assert gpu["memory_bandwidth"] == 204_736_000_000  # its data sheet: 204.8 GB/s
     assert lines["driver"] == "CUDA 12.2"
-    assert lines["memory"] == "20.0 GiB free of 32.0 GiB, shared with the CPU"
+    assert lines["memory"] == "21.5 GB free of 34.4 GB, shared with the CPU"
     assert lines["clocks"] == "at most 1,300 MHz, now 306 MHz; memory at most 3,199 MHz, now 2,133 MHz"
     assert lines["bandwidth"] == "204.7 GB/s: 256 bits, twice in each of 3,199 MHz"
     assert lines["power"] == "mode MODE_30W"
