@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "decoder/cuda_library.h"
 #include "gguf/blocks.h"
 #include "ringlm/error.h"
 
@@ -110,6 +111,11 @@ void bind_model(py::module_& m) {
       .def_property_readonly("shared_nbytes", [](const ModelHandle& h) { return h.get()->shared_bytes(); })
       .def_property_readonly("closed", [](const ModelHandle& h) { return h.model == nullptr; })
       .def("close", [](ModelHandle& h) { h.model.reset(); });
+
+  m.def("cuda_library", [] {
+    const CudaLibrary& library = cuda_library();
+    return std::pair(library.path.string(), library.entry->archs);
+  });
 
   m.def(
       "dequantize",

@@ -2,7 +2,6 @@
 
 #include <stdexcept>
 
-#include "cuda/check_launch.h"
 
 namespace ringlm::cuda {
 namespace {

@@ -1,6 +1,5 @@
 #include "cuda/embed.h"
 
-#include "cuda/check_launch.h"
 
 namespace ringlm::cuda {
 

@@ -1,6 +1,5 @@
 #include "cuda/experts.h"
 
-#include "cuda/check_launch.h"
 
 namespace ringlm::cuda {
 

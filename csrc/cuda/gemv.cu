@@ -1,6 +1,5 @@
 #include "cuda/gemv.h"
 
-#include "cuda/check_launch.h"
 
 namespace ringlm::cuda {
 namespace {

@@ -2,7 +2,6 @@
 
 #include <string>
 
-#include "cuda/check_launch.h"
 #include "ringlm/error.h"
 
 namespace ringlm::cuda {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cpu/cpu_ops.h"
+#include "decoder/cuda_library.h"
 #include "decoder/model_parts.h"
 #include "model/config.h"
 #include "model/rope.h"
@@ -17,8 +18,9 @@ namespace {
 
 std::unique_ptr<Ops> make_ops(const Config& config, const Weights& weights, const ModelOptions& options) {
   if (options.backend == "cpu") return make_cpu_ops(config, weights, {options.n_threads, options.repack});
+  if (options.backend == "cuda") return cuda_library().entry->open(config, weights);
   if (options.backend == "reference") return make_reference_ops();
-  throw InvalidArgument("backend is '" + options.backend + "'; there are 'cpu' and 'reference'");
+  throw InvalidArgument("backend is '" + options.backend + "'; there are 'cpu', 'cuda' and 'reference'");
 }
 
 // What the caller says instead of the file.

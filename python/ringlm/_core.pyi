@@ -93,7 +93,7 @@ class Model:
         self,
         path: str | os.PathLike[str],
         n_threads: int = 0,
-        backend: str = "cpu",
+        backend: str = "cpu",  # or "cuda", "reference"
         window: Sequence[int] = (),  # (): as the file says; one: of all layers; or one per layer; 0: none
         rope: dict[str, Any] | None = None,  # ringlm.rope.rope_options
         repack: bool = True,
@@ -230,6 +230,9 @@ def largest_n_ctx(
     model: Model, kv_k: str, kv_v: str, chunk: int, pinned: int, memory: int
 ) -> int: ...  # 0: not even pinned + 1
 def available_memory() -> int: ...
+
+# Path of libringlm_cuda.so, and the compute capabilities it has code for: "75 87". Raises DeviceError.
+def cuda_library() -> tuple[str, str]: ...
 
 class MemoryReader:
     """How fast memory is read; see csrc/cpu/bandwidth.h."""

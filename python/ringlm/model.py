@@ -39,6 +39,8 @@ class Model:
     linear, ntk, dynamic, yarn, llama3 or longrope), ``factor``, ``rope_theta``,
     ``original_max_position_embeddings`` and what else the type has (docs/models.md); what is left out stays
     the file's. Layers that have a base of their own for their window keep it.
+    ``device`` is ``"cpu"``, or ``"cuda"``: the first GPU that CUDA_VISIBLE_DEVICES leaves (docs/cuda.md).
+    ``backend`` ``"reference"`` computes on the CPU, slowly and plainly, for comparison.
     ``repack`` False leaves the weights in the mapped file instead of copying them in the order in which the
     CPU reads them: opening takes no time and no memory of its own, and every step is slower.
 
@@ -51,7 +53,8 @@ class Model:
         path: str | os.PathLike[str],
         *,
         n_threads: int | None = None,
-        backend: str = "cpu",
+        device: str = "cpu",
+        backend: str | None = None,
         n_ctx: int | None = None,
         window: int | Sequence[int | None] | None = None,
         rope: Mapping[str, Any] | None = None,
@@ -61,12 +64,13 @@ class Model:
             raise InvalidArgument(
                 f"n_threads is {n_threads!r:.40}; expected at least 1, or None for the default"
             )
+        implementation = _implementation(device, backend)
         import ringlm._core as core
 
         self.path = Path(path)
         #: The native model.
         self.core = core.Model(
-            self.path, n_threads or 0, backend, _windows(window), rope_options(rope), repack
+            self.path, n_threads or 0, implementation, _windows(window), rope_options(rope), repack
         )
         self._config = self.core.config  # sessions outlive close()
         #: n_ctx of the sessions that completions open by themselves.
@@ -347,6 +351,15 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model({str(self.path)!r})"
+
+
+def _implementation(device: str, backend: str | None) -> str:
+    """The core's name for it; which there are, it knows itself."""
+    if device not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device is {device!r:.40}; expected 'cpu' or 'cuda'")
+    if device == "cuda" and backend not in (None, "cuda"):
+        raise InvalidArgument(f"backend {backend!r:.40} computes on the CPU; leave out device='cuda'")
+    return backend or device
 
 
 def _windows(window: Any) -> list[int]:

@@ -17,7 +17,7 @@ namespace ringlm {
 
 struct ModelOptions {
   int n_threads = 0;            // 0: one per physical core that the process may use
-  std::string backend = "cpu";  // "cpu", or "reference": slow, plain, the oracle
+  std::string backend = "cpu";  // "cpu", "cuda", or "reference": slow, plain, the oracle
   // Attention windows, where the file does not carry the model's own (Mistral v0.1): one for all layers, or
   // one per layer, 0 for none; empty leaves what the file says.
   std::vector<std::int32_t> windows = {};
@@ -46,7 +46,7 @@ class Model {
   std::size_t shared_bytes()
       const noexcept;  // taken besides: float32 copies of vectors, scratch of the threads
   int n_threads() const noexcept;
-  std::string backend() const;  // "reference", or the instruction set: "generic", "avx2", "avx512", "neon"
+  std::string backend() const;  // "reference", "cuda", or the instruction set: "generic", "avx2", "neon" ...
 
   struct Parts;  // for the rest of the library
   const Parts& parts() const noexcept { return *parts_; }

@@ -61,7 +61,8 @@ def chat_command(
     window: opt.Window = None,
     rope: opt.Rope = None,
     chunk: opt.Chunk = 128,
-    backend: opt.Backend = "cpu",
+    device: opt.Device = "cpu",
+    backend: opt.Backend = None,
     verbose: opt.Verbose = False,
 ) -> None:
     """Chat with a model.
@@ -72,7 +73,7 @@ def chat_command(
     sampling = opt.sampling(name, temp, top_k, top_p, min_p, repeat_penalty, seed)
     with (
         opt.plain_warnings(),
-        opt.opened(name, threads, backend, window, rope) as model,
+        opt.opened(name, threads, device, backend, window, rope) as model,
         model.chat(
             system,
             template,

@@ -32,7 +32,8 @@ def compare_command(
     ] = None,
     chunk: opt.Chunk = 128,
     threads: opt.Threads = None,
-    backend: opt.Backend = "cpu",
+    device: opt.Device = "cpu",
+    backend: opt.Backend = None,
     as_json: opt.Json = False,
 ) -> None:
     """Measure how far model B predicts otherwise than model A over a text.
@@ -49,7 +50,7 @@ def compare_command(
         left = (time.monotonic() - began) / done * (total - done)
         status.show(f"part {done} of {total}, mean KL divergence {so_far:.6f}, {left:.0f} s left")
 
-    with opt.opened(name_a, threads, backend) as a, opt.opened(name_b, threads, backend) as b:
+    with opt.opened(name_a, threads, device, backend) as a, opt.opened(name_b, threads, device, backend) as b:
         status.show("reading the text")
         try:
             began = time.monotonic()

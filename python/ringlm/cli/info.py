@@ -6,32 +6,50 @@ import json
 import shutil
 import sys
 import textwrap
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from . import options as opt
 from .app import app
+from .info_device import device_lines
 from .progress import PullView
 
 
 @app.command("info")
-def info_command(name: opt.ModelName = opt.DEFAULT_MODEL, as_json: opt.Json = False) -> None:
+def info_command(
+    name: opt.ModelName = opt.DEFAULT_MODEL,
+    device: Annotated[
+        bool,
+        typer.Option("--device", help="Show this machine's GPUs instead, and what the CUDA backend lacks."),
+    ] = False,
+    as_json: opt.Json = False,
+) -> None:
     """Show what a model is: sizes, heads, context, RoPE, types, tokens, bytes of K/V.
 
     Works on every GGUF file, and says so when ringlm cannot run it."""
+    record = _of_this_machine() if device else _of_model(name)
+    if as_json:
+        typer.echo(json.dumps(record, indent=2))
+        return
+    for label, value in device_lines(record) if device else _lines(record):
+        if value:
+            typer.echo(_entry(label, visible(value)))
+
+
+def _of_model(name: str) -> dict[str, Any]:
     from ringlm import hub
     from ringlm.info import describe
 
     with PullView() as progress:
         path = hub.resolve(name, progress=progress)
-    record = describe(path)
-    if as_json:
-        typer.echo(json.dumps(record, indent=2))
-        return
-    for label, value in _lines(record):
-        if value:
-            typer.echo(_entry(label, visible(value)))
+    return describe(path)
+
+
+def _of_this_machine() -> dict[str, Any]:
+    from ringlm.device import describe_devices
+
+    return describe_devices()
 
 
 def _entry(label: str, value: str) -> str:

@@ -125,8 +125,15 @@ Rope = Annotated[
     ),
 ]
 Chunk = Annotated[int, typer.Option("--chunk", metavar="N", min=1, help="Prompt tokens evaluated together.")]
+Device = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, or cuda: an NVIDIA GPU.")]
 Backend = Annotated[
-    str, typer.Option("--backend", metavar="NAME", help="cpu, or reference: plain and slow, for comparison.")
+    str | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="reference: on the CPU, plain and slow, for comparison.",
+        show_default="the device's own",
+    ),
 ]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show timings on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -180,7 +187,12 @@ def rope_scaling(text: str | None) -> dict[str, str | float] | None:
 
 @contextmanager
 def opened(
-    name: str, threads: int | None, backend: str, window: int | None = None, rope: str | None = None
+    name: str,
+    threads: int | None,
+    device: str,
+    backend: str | None,
+    window: int | None = None,
+    rope: str | None = None,
 ) -> Iterator[Model]:
     """The model that ``name`` means, downloaded with a view of the progress if need be."""
     from ringlm import hub
@@ -188,7 +200,9 @@ def opened(
 
     with PullView() as progress:
         path = hub.resolve(name, progress=progress)
-    with Model(path, n_threads=threads, backend=backend, window=window, rope=rope_scaling(rope)) as model:
+    with Model(
+        path, n_threads=threads, device=device, backend=backend, window=window, rope=rope_scaling(rope)
+    ) as model:
         yield model
 
 

@@ -26,7 +26,8 @@ def perplexity_command(
     rope: opt.Rope = None,
     chunk: opt.Chunk = 128,
     threads: opt.Threads = None,
-    backend: opt.Backend = "cpu",
+    device: opt.Device = "cpu",
+    backend: opt.Backend = None,
     as_json: opt.Json = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -42,7 +43,7 @@ def perplexity_command(
         left = (time.monotonic() - began) / done * (total - done)
         status.show(f"part {done} of {total}, perplexity {so_far:.4f}, {left:.0f} s left")
 
-    with opt.opened(name, threads, backend, window, rope) as model:
+    with opt.opened(name, threads, device, backend, window, rope) as model:
         status.show("reading the text")
         try:
             began = time.monotonic()

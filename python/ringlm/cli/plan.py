@@ -47,7 +47,7 @@ def plan_command(
         size = None if memory is None else parse_size(memory)
     except InvalidArgument as e:
         raise typer.BadParameter(str(e), param_hint="--memory") from None
-    with opt.opened(name, threads, "cpu", window, rope) as model:
+    with opt.opened(name, threads, "cpu", None, window, rope) as model:
         result = plan(
             model,
             n_ctx=n_ctx,

@@ -40,7 +40,8 @@ def run_command(
     window: opt.Window = None,
     rope: opt.Rope = None,
     chunk: opt.Chunk = 128,
-    backend: opt.Backend = "cpu",
+    device: opt.Device = "cpu",
+    backend: opt.Backend = None,
     as_json: opt.Json = False,
     verbose: opt.Verbose = False,
 ) -> None:
@@ -54,7 +55,7 @@ def run_command(
     text = _prompt(prompt)
     sampling = opt.sampling(name, temp, top_k, top_p, min_p, repeat_penalty, seed)
     began = time.perf_counter()
-    with opt.opened(name, threads, backend, window, rope) as model:
+    with opt.opened(name, threads, device, backend, window, rope) as model:
         ids = model.tokenizer.encode(text)
         if not ids:
             raise InvalidArgument("the prompt is empty, and the model has no BOS token to begin with")
