@@ -12,6 +12,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <utility>
 
 #include "../cpp/tiny_model.h"
 #include "gguf/file.h"
@@ -215,16 +216,14 @@ TEST_CASE("every matrix and vector arrives, in pieces of any size, however late 
   const Fresh fresh;
   const Model model;
   // Four rows of F32 are the least; then pieces that end inside of matrices; then all of each in one.
-  for (const std::size_t staging : {std::size_t{1}, std::size_t{6000}, std::size_t{1} << 20}) {
-    for (const bool late : {false, true}) {
-      CAPTURE(staging);
-      simt::runtime().late = late;
-      const DeviceWeights d = load_weights(model.w, {staging});
-      check_all(model.w, d);
-      CHECK(d.nbytes == device_weight_bytes(model.w));
-      CHECK(simt::live().device_bytes - fresh.before.device_bytes == d.nbytes);
-      CHECK(simt::live().pinned_buffers == fresh.before.pinned_buffers);
-    }
+  for (const auto& [staging, late] : {std::pair{1, true}, {6000, true}, {6000, false}, {1 << 20, true}}) {
+    CAPTURE(staging);
+    simt::runtime().late = late;
+    const DeviceWeights d = load_weights(model.w, {static_cast<std::size_t>(staging)});
+    check_all(model.w, d);
+    CHECK(d.nbytes == device_weight_bytes(model.w));
+    CHECK(simt::live().device_bytes - fresh.before.device_bytes == d.nbytes);
+    CHECK(simt::live().pinned_buffers == fresh.before.pinned_buffers);
   }
 }
 
@@ -239,7 +238,7 @@ TEST_CASE("a model's file") {
 
 TEST_CASE("the file's pages leave memory") {
   const Fresh fresh;
-  const Model model(gguf::DType::Q5_K, 1500);
+  const Model model(gguf::DType::Q5_K, 1000);
   REQUIRE(load_weights(model.w).layers.size() == 2);  // all has been read
   const std::size_t table = model.w.token_embd.data.size();
   const auto bytes = std::as_bytes(model.w.token_embd.data);
