@@ -1,6 +1,23 @@
 # The CUDA backend: libringlm_cuda.so, which the core loads when a model first asks for it (csrc/cuda/library.h).
 # docs/cuda.md explains the options.
 
+# All but the door, library.cu. The tests compile these for the host.
+set(ringlm_cuda_kernels
+  csrc/cuda/attend.cu
+  csrc/cuda/cuda_ops.cu
+  csrc/cuda/embed.cu
+  csrc/cuda/experts.cu
+  csrc/cuda/gemv.cu
+  csrc/cuda/head.cu
+  csrc/cuda/load.cu
+  csrc/cuda/norm.cu
+  csrc/cuda/pack.cu
+  csrc/cuda/prefill_attention.cu
+  csrc/cuda/region.cu
+  csrc/cuda/rope_append.cu
+  csrc/cuda/runtime.cu
+)
+
 # What is at the door between the two is compared when the library is loaded: a hash of the headers whose
 # layouts cross it. Loading a library of another build is an error, not a crash.
 file(GLOB headers CONFIGURE_DEPENDS csrc/include/ringlm/*.h csrc/ops/*.h csrc/kv/*.h csrc/model/*.h csrc/gguf/*.h)
@@ -61,9 +78,7 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # of nvcc 12, to CMake before 3.25
 endif()
 message(STATUS "CUDA backend: CUDA ${CMAKE_CUDA_COMPILER_VERSION}, for ${CMAKE_CUDA_ARCHITECTURES}")
 
-add_library(ringlm_cuda MODULE
-  csrc/cuda/library.cu
-)
+add_library(ringlm_cuda MODULE csrc/cuda/library.cu ${ringlm_cuda_kernels})
 target_include_directories(ringlm_cuda PRIVATE csrc)
 target_link_libraries(ringlm_cuda PRIVATE ringlm)  # what it uses of it, as a copy of its own
 target_compile_definitions(ringlm_cuda PRIVATE

@@ -81,11 +81,6 @@ constexpr Library kLibrary{RINGLM_BUILD, RINGLM_CUDA_ARCHS, open};
 
 }  // namespace
 
-// Until cuda_ops.cu is there.
-std::unique_ptr<Ops> make_cuda_ops(const Config&, const Weights&) {
-  throw DeviceError("the CUDA backend of this ringlm cannot compute yet; use device='cpu'");
-}
-
 }  // namespace ringlm::cuda
 
 const ringlm::cuda::Library* ringlm_cuda_library() { return &ringlm::cuda::kLibrary; }

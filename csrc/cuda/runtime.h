@@ -165,10 +165,12 @@ class Graph {
   explicit operator bool() const { return exec_ != nullptr; }
   void launch(Stream stream) const;
 
- private:
+  // The same in pieces: what comes to the stream from begin() to end() is captured.
   static void begin(Stream stream);
   static void abandon(Stream stream) noexcept;
   void end(Stream stream);
+
+ private:
   cudaGraphExec_t exec_ = nullptr;
 };
 
