@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_group(const std::uint8_t* group, const 
         for (int m = 0; m < kM; ++m) {
           if (kM > 1 && m >= M) break;
           const LaneInput in(x, first + m, block, blocks, side);
-          const float zero = -static_cast<float>(kZero<kType>) * in.sum;
+          const float zero = kZero<kType> == 0 ? 0.0f : -static_cast<float>(kZero<kType>) * in.sum;
 #pragma unroll
           for (int r = 0; r < kGroupRows; ++r) {
             const float d = kHalfScales<kType> && side == 1 ? scales[r].m : scales[r].d;
@@ -206,7 +206,7 @@ __device__ __forceinline__ float inverse_rms(const Quantized& x, int row, float 
 
 // As ops/reference.cpp has them: x sigmoid(x), and x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
 __device__ __forceinline__ float activate(Activation kind, float x) {
-  const float u = kind == Activation::Silu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  const float u = kind == Activation::Silu ? x : 1.5957691216057308f * fmaf(0.044715f * x * x, x, x);
   return x / (1.0f + expf(-u));
 }
 
@@ -257,6 +257,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, (kResident<kType, kM>)) gemv_
     for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
+        if (kM > 1 && m >= M) break;
         const float sum = warp_sum(sums[r][m]);
         if (lane == r) st_shared(&products[(part * kM + m) * kBlock + warp * kGroupRows + r], sum);
       }

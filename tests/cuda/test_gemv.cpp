@@ -138,7 +138,7 @@ TEST_CASE("a row of a batch is the row alone, bit for bit") {
     for (int m = 0; m < kMostRows; ++m) {
       gemv(plain(w, in.row(m, true), 1, alone.data() + m * kRows), nullptr);
     }
-    for (const int M : {2, 3, 4, 7, 8}) {
+    for (const int M : {2, 7, 8}) {
       CAPTURE(M);
       simt::Buffer<float> batch("batch", size(M * kRows));
       gemv(plain(w, in.of(true), M, batch.data()), nullptr);
