@@ -9,7 +9,7 @@
 //                 block a row: sum of squares of y, then a warp a block of 32 columns.
 //   gate_up       floor: 12 n; a thread four elements.
 //   check_finite  floor: 4 n; a block a row, 16 bytes a lane.
-// Registers: at most 40. Shared memory: 256 bytes. Shapes: any number of columns.
+// Registers: at most 64. Shared memory: 256 bytes. Shapes: any number of columns.
 #pragma once
 
 #include "cuda/launch.h"
@@ -19,7 +19,7 @@
 
 namespace ringlm::cuda {
 
-constexpr int kRowThreads = 512;    // of a block that has a whole row
+constexpr int kRowThreads = 1024;   // of a block that has a whole row
 constexpr int kPieceThreads = 256;  // of other blocks
 constexpr int kPieceWarps = kPieceThreads / 32;
 
