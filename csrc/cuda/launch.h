@@ -39,7 +39,7 @@ constexpr int kMostRows = 8;   // rows of a step that gemv takes
 constexpr int kEpochs = 3;     // ops/ops.h: own, previous, of the pinned rows
 constexpr int kTopK = 64;      // most candidates that top_k gives
 
-constexpr int blocks_of(int cols) { return (cols + kBlock - 1) / kBlock; }
+__host__ __device__ constexpr int blocks_of(int cols) { return (cols + kBlock - 1) / kBlock; }
 
 // ---- what lies in device memory
 
