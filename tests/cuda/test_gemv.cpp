@@ -371,7 +371,7 @@ TEST_CASE("codes and scales are those of the CPU backend") {
 
 TEST_CASE("every sector of the weights is read once, in full") {
   if (simt::kRaceBuild) return;
-  constexpr int kRows = 64, kCols = 4096;
+  constexpr int kRows = 32, kCols = 4096;
   for (const DType type : matrices::kTypes) {
     CAPTURE(std::string(gguf::traits(type).name));
     std::mt19937 random(11);
