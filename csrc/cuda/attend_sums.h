@@ -3,7 +3,7 @@
 
 #include "cuda/attend_rows.h"
 #include "cuda/quantize.h"
-#include "cuda/rotate_back.h"
+#include "cuda/rotation.h"
 
 namespace ringlm::cuda::attention {
 
@@ -217,8 +217,20 @@ template <KvFormat kValueFormat, int kHeadDim>
 __device__ __forceinline__ void finish(const Attend& a, int m, int first, int heads, float* out) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   if constexpr (kValueFormat == KvFormat::Int8) {
+    constexpr kv::Rotation rotation = rotation_of(kHeadDim);
     for (int head = warp; head < heads; head += kWarps) {
-      rotate_back<kHeadDim>(out + head * kHeadDim, rsqrtf(static_cast<float>(kHeadDim)));
+      float* const of_head = out + head * kHeadDim;
+      float x[(kHeadDim + 31) / 32];
+      const auto for_my_elements = [&](auto f) {
+#pragma unroll
+        for (int j = 0; j < (kHeadDim + 31) / 32; ++j) {
+          if (lane + 32 * j < kHeadDim) f(x[j], of_head + lane + 32 * j);
+        }
+      };
+      for_my_elements([](float& value, const float* at) { value = ld_shared(at); });
+      rotate_back<rotation.m>(rotation, x, of_head);
+      __syncwarp();  // others may read of_head still
+      for_my_elements([](float value, float* at) { st_shared(at, value); });
     }
     __syncthreads();
   }

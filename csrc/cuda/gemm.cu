@@ -1,6 +1,5 @@
 #include "cuda/gemm.h"
 
-
 namespace ringlm::cuda {
 
 void gemm(const Gemm& a, Stream stream) {

@@ -1,6 +1,5 @@
 #include "cuda/gemv.h"
 
-
 namespace ringlm::cuda {
 
 void gemv(const Gemv& a, Stream stream) {

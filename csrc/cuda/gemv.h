@@ -16,8 +16,10 @@
 // multiple of the type's block.
 #pragma once
 
+#include "cuda/activation.h"
 #include "cuda/pack.h"
 #include "cuda/quantize.h"
+#include "cuda/reduce.h"
 
 namespace ringlm::cuda {
 
@@ -193,21 +195,14 @@ __device__ __forceinline__ void multiply_group(const std::uint8_t* group, const 
   }
 }
 
-// 1 / sqrt(mean(x^2) + eps), by a warp.
+// Of the norm of an input row, by a warp.
 __device__ __forceinline__ float inverse_rms(const Quantized& x, int row, float eps) {
   const int lane = static_cast<int>(threadIdx.x) % 32, blocks = blocks_of(x.cols);
   float sum = 0.0f;
   for (int b = lane; b < blocks; b += 32) {
     sum += ld_global(x.squares + static_cast<std::int64_t>(row) * blocks + b);
   }
-  sum = warp_sum(sum);
-  return 1.0f / sqrtf(sum / static_cast<float>(x.cols) + eps);
-}
-
-// As ops/reference.cpp has them: x sigmoid(x), and x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
-__device__ __forceinline__ float activate(Activation kind, float x) {
-  const float u = kind == Activation::Silu ? x : 1.5957691216057308f * fmaf(0.044715f * x * x, x, x);
-  return x / (1.0f + expf(-u));
+  return inverse_rms(warp_sum(sum), x.cols, eps);
 }
 
 template <class T>

@@ -12,6 +12,7 @@
 // Registers: at most 64. Shared memory: 256 bytes. Shapes: any number of columns.
 #pragma once
 
+#include "cuda/activation.h"
 #include "cuda/launch.h"
 #include "cuda/port.h"
 #include "cuda/quantize.h"
@@ -99,13 +100,6 @@ __global__ void __launch_bounds__(kRowThreads) add_normed_kernel(AddNormed a) {
     if (a.next.digits == nullptr) continue;
     quantize_block(a.next, m, block, sum, next_weight);
   }
-}
-
-__device__ __forceinline__ float activate(Activation activation, float x) {
-  if (activation == Activation::Silu) return x / (1.0f + expf(-x));
-  // GELU by tanh: (1 + tanh u) / 2 is sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
-  const float u = 0.7978845608f * x * (1.0f + 0.044715f * x * x);
-  return x / (1.0f + expf(-2.0f * u));
 }
 
 __global__ void __launch_bounds__(kPieceThreads)
