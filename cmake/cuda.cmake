@@ -7,6 +7,7 @@ set(ringlm_cuda_kernels
   csrc/cuda/cuda_ops.cu
   csrc/cuda/embed.cu
   csrc/cuda/experts.cu
+  csrc/cuda/gemm.cu
   csrc/cuda/gemv.cu
   csrc/cuda/head.cu
   csrc/cuda/load.cu

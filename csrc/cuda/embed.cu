@@ -1,6 +1,5 @@
 #include "cuda/embed.h"
 
-
 namespace ringlm::cuda {
 
 void embed(const Embed& a, Stream stream) {

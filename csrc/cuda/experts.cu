@@ -1,6 +1,5 @@
 #include "cuda/experts.h"
 
-
 namespace ringlm::cuda {
 
 void route(const Route& a, Stream stream) {

@@ -6,7 +6,7 @@
 // mix_experts: y = sum over a row's slots of weight * from. A thread four columns, or one where the columns
 // are not a multiple of four. Floor: 4 cols (n_used + 1) a row, 4 cols more with a shared expert.
 //
-// Registers: at most 64, and 32. No shared memory.
+// Registers: at most 80, and 48. No shared memory.
 #pragma once
 
 #include "cuda/launch.h"

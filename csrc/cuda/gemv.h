@@ -16,8 +16,10 @@
 // multiple of the type's block.
 #pragma once
 
+#include "cuda/activation.h"
 #include "cuda/pack.h"
 #include "cuda/quantize.h"
+#include "cuda/reduce.h"
 
 namespace ringlm::cuda {
 
@@ -179,7 +181,7 @@ __device__ __forceinline__ void multiply_group(const std::uint8_t* group, const 
         for (int m = 0; m < kM; ++m) {
           if (kM > 1 && m >= M) break;
           const LaneInput in(x, first + m, block, blocks, side);
-          const float zero = -static_cast<float>(kZero<kType>) * in.sum;
+          const float zero = kZero<kType> == 0 ? 0.0f : -static_cast<float>(kZero<kType>) * in.sum;
 #pragma unroll
           for (int r = 0; r < kGroupRows; ++r) {
             const float d = kHalfScales<kType> && side == 1 ? scales[r].m : scales[r].d;
@@ -193,21 +195,14 @@ __device__ __forceinline__ void multiply_group(const std::uint8_t* group, const 
   }
 }
 
-// 1 / sqrt(mean(x^2) + eps), by a warp.
+// Of the norm of an input row, by a warp.
 __device__ __forceinline__ float inverse_rms(const Quantized& x, int row, float eps) {
   const int lane = static_cast<int>(threadIdx.x) % 32, blocks = blocks_of(x.cols);
   float sum = 0.0f;
   for (int b = lane; b < blocks; b += 32) {
     sum += ld_global(x.squares + static_cast<std::int64_t>(row) * blocks + b);
   }
-  sum = warp_sum(sum);
-  return 1.0f / sqrtf(sum / static_cast<float>(x.cols) + eps);
-}
-
-// As ops/reference.cpp has them: x sigmoid(x), and x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
-__device__ __forceinline__ float activate(Activation kind, float x) {
-  const float u = kind == Activation::Silu ? x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
-  return x / (1.0f + expf(-u));
+  return inverse_rms(warp_sum(sum), x.cols, eps);
 }
 
 template <class T>
@@ -257,6 +252,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, (kResident<kType, kM>)) gemv_
     for (int r = 0; r < kGroupRows; ++r) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
+        if (kM > 1 && m >= M) break;
         const float sum = warp_sum(sums[r][m]);
         if (lane == r) st_shared(&products[(part * kM + m) * kBlock + warp * kGroupRows + r], sum);
       }

@@ -188,9 +188,16 @@ __global__ void __launch_bounds__(kTopThreads) top_k_kernel(TopK a, int pieces) 
     st_global(out->id + thread, key != 0 ? index_of(key) : -1);
     st_global(out->logit + thread, key != 0 ? number_of(key) : 0.0f);
   }
-  if (thread != 0) return;
+  if (thread >= 32) return;
   ExpSum all{-INFINITY, 0.0f};
-  for (int b = 0; b < n_blocks; ++b) all = all + ld_global(share_of(a, m, b, n_blocks).sum);
+  for (int b = thread; b < n_blocks; b += 32) all = all + ld_global(share_of(a, m, b, n_blocks).sum);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const float largest = shfl_xor(kFullWarp, all.largest, step);
+    const float other_sum = shfl_xor(kFullWarp, all.sum, step);
+    all = all + ExpSum{largest, other_sum};
+  }
+  if (thread != 0) return;
   st_global(&out->log_sum, all.largest + logf(all.sum));
   st_global(a.arrived + m, 0u);
 }

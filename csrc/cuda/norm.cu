@@ -1,6 +1,5 @@
 #include "cuda/norm.h"
 
-
 namespace ringlm::cuda {
 namespace {
 

@@ -9,9 +9,10 @@
 //                 block a row: sum of squares of y, then a warp a block of 32 columns.
 //   gate_up       floor: 12 n; a thread four elements.
 //   check_finite  floor: 4 n; a block a row, 16 bytes a lane.
-// Registers: at most 40. Shared memory: 256 bytes. Shapes: any number of columns.
+// Registers: at most 64. Shared memory: 256 bytes. Shapes: any number of columns.
 #pragma once
 
+#include "cuda/activation.h"
 #include "cuda/launch.h"
 #include "cuda/port.h"
 #include "cuda/quantize.h"
@@ -19,7 +20,7 @@
 
 namespace ringlm::cuda {
 
-constexpr int kRowThreads = 512;    // of a block that has a whole row
+constexpr int kRowThreads = 1024;   // of a block that has a whole row
 constexpr int kPieceThreads = 256;  // of other blocks
 constexpr int kPieceWarps = kPieceThreads / 32;
 
@@ -99,13 +100,6 @@ __global__ void __launch_bounds__(kRowThreads) add_normed_kernel(AddNormed a) {
     if (a.next.digits == nullptr) continue;
     quantize_block(a.next, m, block, sum, next_weight);
   }
-}
-
-__device__ __forceinline__ float activate(Activation activation, float x) {
-  if (activation == Activation::Silu) return x / (1.0f + expf(-x));
-  // GELU by tanh: (1 + tanh u) / 2 is sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
-  const float u = 0.7978845608f * x * (1.0f + 0.044715f * x * x);
-  return x / (1.0f + expf(-2.0f * u));
 }
 
 __global__ void __launch_bounds__(kPieceThreads)

@@ -60,22 +60,6 @@ __device__ __forceinline__ std::uint32_t pair_of_halves(float low, float high) {
   return bits_as<std::uint32_t>(__floats2half2_rn(low, high));
 }
 
-// Positions [begin, end) of one part of the ring, pinned or moving, as a block walks over them. Positions are
-// counted from one that is aligned to tiles.
-struct PrefillPart {
-  int begin, end;
-  int first_slot;        // of `begin`
-  int wrap, capacity;    // slots to go back at the end of the ring
-  int all_from, all_to;  // the first and last position that every row of the block sees
-
-  __device__ __forceinline__ bool has(int t) const { return t >= begin && t < end; }
-  // There are no more positions than slots, so one step back is enough.
-  __device__ __forceinline__ int slot(int t) const {
-    const int slot = first_slot + (t - begin);
-    return slot < capacity ? slot : slot - wrap;
-  }
-};
-
 // The positions of a part that a row sees, and its offsets for keys of its own epoch and of the one before,
 // times the factor of scores.
 struct alignas(8) RowSeen {
@@ -84,6 +68,24 @@ struct alignas(8) RowSeen {
 struct alignas(16) RowOffsets {
   int own_epoch;  // its first position
   float own, previous, unused;
+};
+
+// Positions [begin, end) of one part of the ring, pinned or moving, as a block walks over them. Positions are
+// counted from one that is aligned to tiles.
+struct PrefillPart {
+  int begin, end;
+  int first_slot;        // of `begin`
+  int wrap, capacity;    // slots to go back at the end of the ring
+  int all_from, all_to;  // the first and last position that every row of the block sees
+  RowSeen seen[kPrefillRows];
+  RowOffsets offsets[kPrefillRows];
+
+  __device__ __forceinline__ bool has(int t) const { return t >= begin && t < end; }
+  // There are no more positions than slots, so one step back is enough.
+  __device__ __forceinline__ int slot(int t) const {
+    const int slot = first_slot + (t - begin);
+    return slot < capacity ? slot : slot - wrap;
+  }
 };
 
 // Rows at .. at + kTile - 1 of K or V on their way to shared memory, as halves: fetch() asks for them,
@@ -99,20 +101,30 @@ struct StagedRows {
 
   __device__ __forceinline__ void fetch(const PrefillPart& part, int at, const std::uint8_t* rows,
                                         KvFormat format, half* to) {
+    const auto place = [&](unsigned chunk) {  // of its first element in the cache
+      const int slot = part.slot(at + static_cast<int>(chunk / kChunks));
+      return static_cast<std::size_t>(slot) * kHeadDim + chunk % kChunks * 8;
+    };
+    const auto has = [&](unsigned chunk) { return part.has(at + static_cast<int>(chunk / kChunks)); };
+    if (format == KvFormat::Int8) {
 #pragma unroll
-    for (unsigned i = 0; i < kEach; ++i) {
-      const unsigned chunk = threadIdx.x + i * kPrefillThreads;
-      if (chunk >= kAll) break;
-      const unsigned row = chunk / kChunks, column = chunk % kChunks * 8;
-      const int t = at + static_cast<int>(row);
-      const std::size_t first = static_cast<std::size_t>(part.slot(t)) * kHeadDim + column;
-      if (format == KvFormat::Int8) {
+      for (unsigned i = 0; i < kEach; ++i) {
+        const unsigned chunk = threadIdx.x + i * kPrefillThreads;
         codes[i] = make_uint2(0x80808080u, 0x80808080u);
-        if (part.has(t)) codes[i] = ld_global(reinterpret_cast<const uint2*>(rows + first));
-      } else if (part.has(t)) {
-        cp_async16(to + row * Shape::kStride + column, rows + 2 * first);
-      } else {
-        st_shared(reinterpret_cast<uint4*>(to + row * Shape::kStride + column), uint4{});
+        if (chunk < kAll && has(chunk))
+          codes[i] = ld_global(reinterpret_cast<const uint2*>(rows + place(chunk)));
+      }
+    } else {
+#pragma unroll
+      for (unsigned i = 0; i < kEach; ++i) {
+        const unsigned chunk = threadIdx.x + i * kPrefillThreads;
+        if (chunk >= kAll) break;
+        half* const chunk_to = to + chunk / kChunks * Shape::kStride + chunk % kChunks * 8;
+        if (has(chunk)) {
+          cp_async16(chunk_to, rows + 2 * place(chunk));
+        } else {
+          st_shared(reinterpret_cast<uint4*>(chunk_to), uint4{});
+        }
       }
     }
   }
@@ -123,8 +135,8 @@ struct StagedRows {
     for (unsigned i = 0; i < kEach; ++i) {
       const unsigned chunk = threadIdx.x + i * kPrefillThreads;
       if (chunk >= kAll) break;
-      const unsigned row = chunk / kChunks, column = chunk % kChunks * 8;
-      st_shared(reinterpret_cast<uint4*>(to + row * Shape::kStride + column), eight_codes(codes[i]));
+      half* const chunk_to = to + chunk / kChunks * Shape::kStride + chunk % kChunks * 8;
+      st_shared(reinterpret_cast<uint4*>(chunk_to), eight_codes(codes[i]));
     }
   }
 };
@@ -137,19 +149,14 @@ __device__ __forceinline__ float tanh_by_ex2(float x) {
 
 // What a block's rows see of both parts, in shared memory.
 struct PrefillView {
-  PrefillPart parts[2];  // pinned, moving
-  RowSeen seen[2][kPrefillRows];
-  RowOffsets offsets[2][kPrefillRows];
+  PrefillPart parts[2];       // pinned, moving
   int queries[kPrefillRows];  // of [M, n_head]
   const std::uint8_t *k, *v;  // of the block's KV head
   const half *k_scales, *v_scales;
+  // factor (q . k + offset) is a score in base 2, or what the soft cap's tanh is taken of.
+  float factor;
 };
-
-// x = factor (q . k + offset) is a score in base 2, or what the soft cap's tanh is taken of.
 constexpr float kLog2E = 1.442695041f;
-__device__ __forceinline__ float score_factor(const Attend& a) {
-  return a.softcap > 0.0f ? a.scale / a.softcap : a.scale * kLog2E;
-}
 
 // Every thread does one row of one part, and the first one what all share.
 template <int kHeadDim>
@@ -173,8 +180,8 @@ __device__ __forceinline__ void look(const Attend& a, const KvLayer* layer, Pref
 
   const std::int64_t begin = moving ? oldest(first_p) : 0, base = begin / kTile * kTile;
   const auto from_base = [&](std::int64_t t) { return static_cast<int>(t - base); };
+  PrefillPart& part = view.parts[moving];
   if (of_block == 0) {
-    PrefillPart part;
     part.begin = from_base(begin);
     part.end = from_base(newest(last_p) + 1);
     part.first_slot = moving ? static_cast<int>(pinned + (begin - pinned) % turning) : 0;
@@ -182,12 +189,13 @@ __device__ __forceinline__ void look(const Attend& a, const KvLayer* layer, Pref
     part.capacity = static_cast<int>(capacity);
     part.all_from = from_base(moving ? oldest(last_p) : 0);
     part.all_to = from_base(newest(first_p));
-    view.parts[moving] = part;
   }
-  view.seen[moving][of_block] = {from_base(moving ? oldest(p) : 0), from_base(newest(p))};
+  part.seen[of_block] = {from_base(moving ? oldest(p) : 0), from_base(newest(p))};
+  const float factor = a.softcap > 0.0f ? __fdividef(a.scale, a.softcap) : a.scale * kLog2E;
   const int query = token * a.n_head + static_cast<int>(blockIdx.x) * group + row % group;
   if (!moving) view.queries[of_block] = query;
   if (thread == 0) {
+    view.factor = factor;
     const std::int64_t before = blockIdx.x * capacity;  // rows of the heads before this one
     const auto bytes = [](KvFormat format) { return format == KvFormat::Int8 ? 1 : 2; };
     view.k = ld_global(&layer->k) + before * kHeadDim * bytes(a.k_format);
@@ -197,10 +205,8 @@ __device__ __forceinline__ void look(const Attend& a, const KvLayer* layer, Pref
   }
   if (a.offsets == nullptr) return;
   const float* const offsets = a.offsets + static_cast<std::int64_t>(query) * kEpochs;
-  const float factor = score_factor(a);
-  view.offsets[moving][of_block] = {from_base(p / epoch * epoch),
-                                    factor * ld_global(offsets + (moving ? 0 : 2)),
-                                    factor * ld_global(offsets + (moving ? 1 : 2)), 0.0f};
+  part.offsets[of_block] = {from_base(p / epoch * epoch), factor * ld_global(offsets + (moving ? 0 : 2)),
+                            factor * ld_global(offsets + (moving ? 1 : 2)), 0.0f};
 }
 
 template <int kHeadDim>
@@ -221,12 +227,16 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
   const int in_quad = lane % 4, quad = lane / 4;
   const int lane_row = 16 * warp + quad;  // this lane has that row of the block and the eighth after it
 
+  // The row of this lane in 16 positions by 16 dims as four matrices: positions 0-7 of dims 0-7 and 8-15,
+  // then positions 8-15.
+  const int of_matrices = (lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8;
+
   look<kHeadDim>(a, ld_global(&a.rows->layers) + a.layer, view);
-  const float factor = score_factor(a), cap = a.softcap * kLog2E;
   __syncthreads();
 
   float o[kHeadDim / 8][4] = {};
-  float largest[2] = {kLowest, kLowest}, sum[2] = {};  // the sum over this lane's columns alone
+  float largest[2] = {kLowest, kLowest}, sum = 0.0f;
+  const bool odd = lane % 2 != 0;
 #pragma unroll 1
   for (int moving = 0; moving < 2; ++moving) {
     const PrefillPart& part = view.parts[moving];
@@ -259,9 +269,9 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
           if (a.v_format == KvFormat::Int8) v_scale = __half2float(ld_global(view.v_scales + slot));
         }
         if (v_scale == 0.0f) v_scale = 1.0f;  // so are all codes
-        st_shared(&k_factors[thread], factor * k_scale);
+        st_shared(&k_factors[thread], view.factor * k_scale);
         st_shared(&v_logs[thread], log2f(v_scale));
-        st_shared(&v_inverses[thread], 1.0f / v_scale);
+        st_shared(&v_inverses[thread], __fdividef(1.0f, v_scale));
       }
       k_rows.store(a.k_format, k_tile);
       v_rows.store(a.v_format, v_tile);
@@ -272,10 +282,9 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
 #pragma unroll
       for (int i = 0; i < kHeadDim / 16; ++i) {
 #pragma unroll
-        for (int n = 0; n < kTile / 16; ++n) {  // matrices: positions 0-7 and 8-15, of each dims 0-7 and 8-15
-          const int row = 16 * n + lane / 16 * 8 + lane % 8, column = 16 * i + lane / 8 % 2 * 8;
+        for (int n = 0; n < kTile / 16; ++n) {
           std::uint32_t b[4];
-          ldmatrix_x4(b, k_tile + row * kStride + column);
+          ldmatrix_x4(b, k_tile + 16 * n * kStride + 16 * i + of_matrices);
           mma_m16n8k16(s[2 * n], q[i], {b[0], b[1]});
           mma_m16n8k16(s[2 * n + 1], q[i], {b[2], b[3]});
         }
@@ -285,7 +294,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
       if (a.offsets != nullptr) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const RowOffsets of_row = ld_shared(&view.offsets[moving][lane_row + 8 * r]);
+          const RowOffsets of_row = ld_shared(&part.offsets[lane_row + 8 * r]);
           offset[r] = at >= of_row.own_epoch ? of_row.own : of_row.previous;
         }
       }
@@ -296,6 +305,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
         for (int i = 0; i < 4; ++i) s[n][i] = s[n][i] * (i % 2 ? factors.y : factors.x) + offset[i / 2];
       }
       if (a.softcap > 0.0f) {
+        const float cap = a.softcap * kLog2E;
 #pragma unroll
         for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
@@ -303,8 +313,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
         }
       }
       if (at < part.all_from || at + kTile - 1 > part.all_to) {
-        const RowSeen of_row[2] = {ld_shared(&view.seen[moving][lane_row]),
-                                   ld_shared(&view.seen[moving][lane_row + 8])};
+        const RowSeen of_row[2] = {ld_shared(&part.seen[lane_row]), ld_shared(&part.seen[lane_row + 8])};
 #pragma unroll
         for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll
@@ -324,13 +333,12 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
           tile_largest[i / 2] = fmaxf(tile_largest[i / 2], s[n][i]);
         }
       }
-      float keep[2];
+      float keep[2], tile_sum[2] = {};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         tile_largest[r] = warp_max<4>(tile_largest[r]);
         keep[r] = ex2_approx(largest[r] - tile_largest[r]);
         largest[r] = tile_largest[r];
-        sum[r] *= keep[r];
       }
       const bool moved = warp_any(kFullWarp, keep[0] != 1.0f || keep[1] != 1.0f);
       if (moved) {
@@ -346,34 +354,42 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[n][i] = ex2_approx(s[n][i] - largest[i / 2]);
-          sum[i / 2] += s[n][i] * (i % 2 ? inverses.y : inverses.x);
+          tile_sum[i / 2] += s[n][i] * (i % 2 ? inverses.y : inverses.x);
         }
       }
 
+      // A lane keeps the sum of one of its rows, over its columns and those of the lane next to it.
+      const float theirs = shfl_xor(kFullWarp, odd ? tile_sum[0] : tile_sum[1], 1);
+      sum = odd ? sum * keep[1] + (tile_sum[1] + theirs) : sum * keep[0] + (tile_sum[0] + theirs);
+
+      std::uint32_t weights[kTile / 16][4];
+#pragma unroll
+      for (int n = 0; n < kTile / 8; ++n) {
+        weights[n / 2][n % 2 * 2] = pair_of_halves(s[n][0], s[n][1]);
+        weights[n / 2][n % 2 * 2 + 1] = pair_of_halves(s[n][2], s[n][3]);
+      }
 #pragma unroll
       for (int n = 0; n < kTile / 16; ++n) {
-        const std::uint32_t weights[4] = {pair_of_halves(s[2 * n][0], s[2 * n][1]),
-                                          pair_of_halves(s[2 * n][2], s[2 * n][3]),
-                                          pair_of_halves(s[2 * n + 1][0], s[2 * n + 1][1]),
-                                          pair_of_halves(s[2 * n + 1][2], s[2 * n + 1][3])};
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 16; ++i) {  // matrices: dims 0-7 and 8-15, of each positions 0-7, 8-15
-          const int row = 16 * n + lane / 8 % 2 * 8 + lane % 8, column = 16 * i + lane / 16 * 8;
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+          if (kHeadDim > 128 && i % 4 == 0)
+            __syncwarp();  // loads that ran further ahead would take registers
           std::uint32_t b[4];
-          ldmatrix_x4_trans(b, v_tile + row * kStride + column);
-          mma_m16n8k16(o[2 * i], weights, {b[0], b[1]});
-          mma_m16n8k16(o[2 * i + 1], weights, {b[2], b[3]});
+          ldmatrix_x4_trans(b, v_tile + 16 * n * kStride + 16 * i + of_matrices);
+          mma_m16n8k16(o[2 * i], weights[n], {b[0], b[2]});
+          mma_m16n8k16(o[2 * i + 1], weights[n], {b[1], b[3]});
         }
       }
     }
   }
 
-#pragma unroll
-  for (int r = 0; r < 2; ++r) sum[r] = 1.0f / warp_sum<4>(sum[r]);
+  sum += shfl_xor(kFullWarp, sum, 2);
+  const float inverse = __fdividef(1.0f, sum);
+  const float inverses[2] = {shfl(kFullWarp, inverse, 0, 4), shfl(kFullWarp, inverse, 1, 4)};
 #pragma unroll
   for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) o[n][i] *= sum[i / 2];
+    for (int i = 0; i < 4; ++i) o[n][i] *= inverses[i / 2];
   }
   if (a.v_format == KvFormat::Int8) rotate_back_rows<kHeadDim>(o, lane);
 #pragma unroll

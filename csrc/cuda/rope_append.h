@@ -8,8 +8,9 @@
 // l + 32 j. The element that one turns with is read a second time, from L1, rather than exchanged: pairings
 // and partial rotations are index arithmetic then. Where the norm is over all heads, a block has all of them,
 // because none may be written before the sum is complete.
-// Registers: at most 64. Shared memory: of a warp, head_dim floats where the rotation has a part of order 12
-// or 20; and 128 bytes of sums. Shapes: head_dim a multiple of 16 up to 256, rope_dims even.
+// Registers: at most 80, and 128 for heads above 128. Shared memory: 128 bytes of sums and, where the
+// rotation has a part of order 12 or 20, head_dim floats a warp. Shapes: head_dim a multiple of 16 up to 256,
+// rope_dims even.
 #pragma once
 
 #include "cuda/launch.h"

@@ -117,15 +117,17 @@ __device__ __forceinline__ void rotate_back_rows(float (&o)[kHeadDim / 8][4], in
       for (int n = 0; n < 10; ++n) o[n][i] = y[n];
     }
   }
-  const float scale = 1.0f / sqrtf(static_cast<float>(kHeadDim));  // the block is the whole head
+  // kv::rotation_sign: the parity of overlapping pairs of ones in the element's binary digits. Those of n are
+  // known here, those of 2 in_quad + b are of the lane, and one pair has its lower digit in the lane's part.
+  const float scale = 1.0f / sqrtf(static_cast<float>(kHeadDim));       // the block is the whole head
+  const float of_lane[2] = {scale, in_quad % 2 != 0 ? -scale : scale};  // of b = 0, 1, but for bits 1 and 2
+  const float upper = in_quad == 3 ? -1.0f : 1.0f, between = in_quad >= 2 ? -upper : upper;
 #pragma unroll
   for (int n = 0; n < kRegisters; ++n) {
+    const float of_register = (__popc(static_cast<unsigned>(n & n >> 1)) & 1) != 0 ? -1.0f : 1.0f;
+    const float sign = of_register * (n % 2 != 0 ? between : upper);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int element = 8 * n + 2 * in_quad + i % 2;
-      const bool minus = (__popc(static_cast<unsigned>(element & element >> 1)) & 1) != 0;
-      o[n][i] *= minus ? -scale : scale;
-    }
+    for (int i = 0; i < 4; ++i) o[n][i] *= sign * of_lane[i % 2];
   }
 }
 

@@ -23,7 +23,7 @@ std::vector<fs::path> objects_of_this_code() {
     object = info.dli_fname;
   }
   std::error_code ignored;
-  if (!object.has_parent_path()) object = fs::read_symlink("/proc/self/exe", ignored);  // found by PATH
+  if (!object.is_absolute()) object = fs::read_symlink("/proc/self/exe", ignored);  // as it was called
   fs::path target = fs::canonical(object, ignored);
   if (target.empty() || target.parent_path() == object.parent_path()) return {object};
   return {object, target};

@@ -45,7 +45,8 @@ std::shared_ptr<const Model> on_gpu(const tiny::File& file, std::vector<std::int
 
 std::vector<std::int32_t> text(std::size_t n, std::int32_t n_vocab = config().n_vocab) {
   std::vector<std::int32_t> ids(n);
-  for (std::size_t i = 0; i < n; ++i) ids[i] = static_cast<std::int32_t>((i * i * 7 + i * 13 + 5) % size_t(n_vocab));
+  for (std::size_t i = 0; i < n; ++i)
+    ids[i] = static_cast<std::int32_t>((i * i * 7 + i * 13 + 5) % size_t(n_vocab));
   return ids;
 }
 
@@ -112,7 +113,8 @@ TEST_CASE("a text that slides through its ring for longer than it is, with pinne
   o.n_ctx = 40, o.chunk = 10, o.overflow = Overflow::Slide;
   o.pinned = 5;
   CHECK(worst(on_gpu(file), on_cpu(file), o, std::vector<std::size_t>{33, 20, 7}, 45) < 5e-3);
-  CHECK(worst(on_gpu(file, {0, 16}), on_cpu(file, {0, 16}), o, std::vector<std::size_t>{33, 20, 7}, 45) < 5e-3);
+  CHECK(worst(on_gpu(file, {0, 16}), on_cpu(file, {0, 16}), o, std::vector<std::size_t>{33, 20, 7}, 45) <
+        5e-3);
 }
 
 TEST_CASE("the captured graph computes what single launches do, and there is one for all positions") {

@@ -138,7 +138,7 @@ TEST_CASE("a row of a batch is the row alone, bit for bit") {
     for (int m = 0; m < kMostRows; ++m) {
       gemv(plain(w, in.row(m, true), 1, alone.data() + m * kRows), nullptr);
     }
-    for (const int M : {2, 3, 4, 7, 8}) {
+    for (const int M : {2, 7, 8}) {
       CAPTURE(M);
       simt::Buffer<float> batch("batch", size(M * kRows));
       gemv(plain(w, in.of(true), M, batch.data()), nullptr);
@@ -371,7 +371,7 @@ TEST_CASE("codes and scales are those of the CPU backend") {
 
 TEST_CASE("every sector of the weights is read once, in full" *
           doctest::skip(simt::kRaceBuild || simt::kHardware)) {
-  constexpr int kRows = 64, kCols = 4096;
+  constexpr int kRows = 32, kCols = 4096;
   for (const DType type : matrices::kTypes) {
     CAPTURE(std::string(gguf::traits(type).name));
     std::mt19937 random(11);

@@ -28,7 +28,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGLM_CUDA_LIBRARY", "/nowhere/libringlm_cuda.so")
+    def refuse() -> None:
+        raise DeviceError("built without it")
+
+    monkeypatch.setattr(_core, "cuda_library", refuse)
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def test_nothing_is_there(info: Info, monkeypatch: pytest.MonkeyPatch, no_librar
     assert record["gpus"] == [] and record["package"] is record["driver"] is record["library"] is None
     assert set(record["missing"]) == {"package", "library"}
     assert list(lines) == ["library", "package"]
-    assert lines["library"].startswith("missing: RINGLM_CUDA_LIBRARY is '/nowhere/libringlm_cuda.so'")
+    assert lines["library"] == "missing: built without it"
     assert "pip install '.[cuda]'" in lines["package"]
 
 
@@ -223,27 +226,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_models_on_cuda_without_the_library(model: Path, no_library: None, capsys: Any) -> None:
-    with pytest.raises(DeviceError, match="RINGLM_CUDA_LIBRARY is '/nowhere"):
-        Model(model, device="cuda")
-    assert main(["run", str(model), "-p", "x", "--device", "cuda"]) == 1
-    assert "RINGLM_CUDA_LIBRARY" in capsys.readouterr().err
-    with Model(model, device="cpu") as opened:
-        assert opened.backend not in ("cuda", "reference")
+def run_on_cuda(model: Path, library: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: a library that was once loaded stays."""
+    code = "import sys; from ringlm.cli import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run(
+        [sys.executable, "-c", code, "run", model, "-p", "x", "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"RINGLM_CUDA_LIBRARY": library},
+    )
+
+
+def test_a_library_that_is_not_there(model: Path) -> None:
+    done = run_on_cuda(model, "/nowhere/libringlm_cuda.so")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "RINGLM_CUDA_LIBRARY is '/nowhere/libringlm_cuda.so'" in done.stderr
 
 
 def test_a_build_without_cuda(model: Path) -> None:
-    """In a process of its own: the library is looked for once."""
-    code = (
-        "import sys; from ringlm import DeviceError, Model\n"
-        "try: Model(sys.argv[1], device='cuda').close()\n"
-        "except DeviceError as e: print(e)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
-    if (Path(_core.__file__).parent / "libringlm_cuda.so").exists():
+    done = run_on_cuda(model, "")
+    if "built without CUDA" not in done.stderr:
+        assert Path(_core.cuda_library()[0]).exists()
         pytest.skip("this ringlm was built with CUDA")
-    assert "built without CUDA" in done.stdout and str(Path(_core.__file__).parent) in done.stdout
-    assert "RINGLM_CUDA=ON" in done.stdout and "device='cpu'" in done.stdout
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1
+    assert str(Path(_core.__file__).parent) in done.stderr
+    assert "RINGLM_CUDA=ON" in done.stderr and "device='cpu'" in done.stderr
 
 
 def test_devices_that_are_none(model: Path) -> None:

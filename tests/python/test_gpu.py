@@ -116,7 +116,7 @@ def test_a_text_many_times_as_long_as_its_ring(gpu: Model) -> None:
 
 def test_a_plan_is_what_a_session_takes(gpu: Model) -> None:
     with gpu.session(n_ctx=128, kv="int8") as session:
-        assert gpu.plan(n_ctx=128, kv="int8").session.nbytes == session.nbytes
+        assert gpu.plan(n_ctx=128, kv="int8").session_nbytes == session.nbytes
 
 
 def test_a_number_that_is_not_finite_undoes_its_step(folder: Path) -> None:

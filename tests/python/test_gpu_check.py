@@ -15,9 +15,9 @@ import pytest
 from gpu_models import CASES, compare, open_model, path_of, read, text_of
 from ringlm import Model
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_check
+from gpu_check import ROOT
 
 #: What test_cuda_gpu prints, with the test cases of this list and the exit code of each.
 PROGRAM = """#!{python}
@@ -41,7 +41,8 @@ for name, code in codes.items():
     if code == 1:
         print(f"TEST CASE:  {{name}}")
 failed = sum(codes.values())
-print(f"[doctest] test cases: {{len(codes)}} | {{len(codes) - failed}} passed | {{failed}} failed | 0 skipped")
+passed = len(codes) - failed
+print(f"[doctest] test cases: {{len(codes)}} | {{passed}} passed | {{failed}} failed | 0 skipped")
 sys.exit(failed > 0)
 """
 
