@@ -1,5 +1,5 @@
-// The tests of kernels on a GPU: doctest's options, or --measure. Exit code 2 where there is no GPU to run on, 3
-// where a test has ended its use, 4 where a kernel wrote beside a buffer; else that of doctest.
+// The tests of kernels on a GPU: doctest's options, or --measure. Exit code 2 where there is no GPU to run
+// on, 3 where a test has ended its use, 4 where a kernel wrote beside a buffer; else that of doctest.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 

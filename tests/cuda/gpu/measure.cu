@@ -88,8 +88,8 @@ struct Bench {
       second.wait(work.name.c_str());
       if (round > 0) best = std::min(best, second.ms_since(first) / 1e3 / turns);
     }
-    std::printf("{\"name\": \"%s\", \"bytes\": %.0f, \"flops\": %.0f, \"seconds\": %.9f}\n", work.name.c_str(),
-                work.bytes, work.flops, best);
+    std::printf("{\"name\": \"%s\", \"bytes\": %.0f, \"flops\": %.0f, \"seconds\": %.9f}\n",
+                work.name.c_str(), work.bytes, work.flops, best);
     std::fflush(stdout);
   }
 };
@@ -181,7 +181,7 @@ void attention(Bench& b, KvFormat format, int head_dim, std::int64_t n_ctx, int 
   const std::string name = std::string(M > 1 ? "prefill_attention " : "attend ") +
                            (format == KvFormat::Int8 ? "int8" : "f16") + " head " + std::to_string(head_dim) +
                            " depth " + std::to_string(n_ctx) + " M=" + std::to_string(M);
-  const double flops = 4.0 * c.n_head * head_dim * M * static_cast<double>(n_ctx);
+  const double flops = 4.0 * c.n_head * head_dim * M * (static_cast<double>(n_ctx) - M / 2.0);
   b.run({name, bytes, flops}, n, [&](int i) {
     a.layer = i;
     M > 1 ? prefill_attention(a, b.stream.get()) : attend(a, b.stream.get());
