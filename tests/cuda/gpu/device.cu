@@ -69,6 +69,7 @@ void device_free(void* memory) {
     };
     if (touched(gone.all) || touched(gone.all + guard + gone.bytes)) {
       // A destructor may not throw, and nothing that runs now is of the kernel that did it.
+      std::fflush(stdout);
       std::fprintf(stderr, "something was written %s the buffer '%s' of %zu bytes\n",
                    touched(gone.all) ? "before" : "behind", gone.name.c_str(), gone.bytes);
       std::exit(4);
