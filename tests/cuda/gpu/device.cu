@@ -45,8 +45,7 @@ Options& options() {
 void* device_alloc(std::size_t bytes, std::string name) {
   void* memory = nullptr;
   const std::size_t guard = guard_bytes(), n = bytes + 2 * guard;
-  // The CPU may not touch it while a kernel runs, on a Jetson and on Windows: nothing here does.
-  ringlm::cuda::check(cudaMallocManaged(&memory, std::max<std::size_t>(n, 1)), name.c_str());
+  ringlm::cuda::check(cudaHostAlloc(&memory, std::max<std::size_t>(n, 1), cudaHostAllocMapped), name.c_str());
   auto* const all = static_cast<unsigned char*>(memory);
   std::memset(all, kGuard, n);
   std::memset(all + guard, kNothing, bytes);
@@ -75,7 +74,7 @@ void device_free(void* memory) {
       std::exit(4);
     }
   }
-  cudaFree(gone.all);
+  cudaFreeHost(gone.all);
 }
 
 LineCount Report::line(Op op, const std::string& file, int line) const { return {file, line, op}; }
