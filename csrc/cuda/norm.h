@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(kPieceThreads) to_quantized_kernel(Normed a, Q
   const int column = block * kBlock + lane;
   const float x = column < a.cols ? ld_global(input_row(a, m) + column) : 0.0f;
   const float weight = a.norm != nullptr && column < a.cols ? ld_global(a.norm + column) : 1.0f;
-  quantize_block(to, m, block, x * weight);
-  square_block(to, m, block, x);
+  quantize_block(to, m, block, x, weight);
 }
 
 // A power of two: `largest` over it is in [2^13, 2^14), below where largest is tiny. NaN for what is not
@@ -90,16 +89,14 @@ __global__ void __launch_bounds__(kRowThreads) add_normed_kernel(AddNormed a) {
   for (int block = thread / 32; block < blocks_of(a.cols); block += kRowThreads / 32) {
     const int column = block * kBlock + lane;
     const bool inside = column < a.cols;
-    float sum = 0.0f, next = 0.0f;
+    float sum = 0.0f, next_weight = 1.0f;
     if (inside) {
       const float weight = a.norm != nullptr ? ld_global(a.norm + column) : 1.0f;
       sum = ld_global(x + column) + scale * ld_global(y + column) * weight;
       st_global(x + column, sum);
-      next = a.next_norm != nullptr ? sum * ld_global(a.next_norm + column) : sum;
+      if (a.next_norm != nullptr) next_weight = ld_global(a.next_norm + column);
     }
-    if (a.next.digits == nullptr) continue;
-    quantize_block(a.next, m, block, next);
-    square_block(a.next, m, block, sum);
+    if (a.next.digits != nullptr) quantize_block(a.next, m, block, sum, next_weight);
   }
 }
 

@@ -9,10 +9,13 @@ namespace ringlm::cuda {
 
 constexpr float kActLargest = 127.0f * 256.0f + 127.0f;
 
-// Block `block` of row m by a full warp: lane l has column 32 block + l, 0 behind the last one. A block with
-// a NaN or an infinity gets NaN for scales, and so does every product with it.
-__device__ __forceinline__ void quantize_block(const Quantized& to, int m, int block, float value) {
+// Block `block` of row m of x * weight by a full warp, and its squares before the weight: lane l has column
+// 32 block + l, 0 behind the last one. A block with a NaN or an infinity gets NaN for scales, and so does
+// every product with it.
+__device__ __forceinline__ void quantize_block(const Quantized& to, std::int64_t m, int block, float x,
+                                               float weight = 1.0f) {
   const int lane = static_cast<int>(threadIdx.x) % 32, half_of = lane / 16, n_blocks = blocks_of(to.cols);
+  const float value = x * weight;
   const float largest = bits_as<float>(warp_max(magnitude_bits(value)));
   const bool finite = is_finite(largest);
   // Such a block is nothing beside any other, and not far below that the inverse would overflow.
@@ -20,30 +23,22 @@ __device__ __forceinline__ void quantize_block(const Quantized& to, int m, int b
   const float inverse = none ? 0.0f : kActLargest / largest;
   const int code = none ? 0 : __float2int_rn(value * inverse);
   const int low = static_cast<std::int8_t>(code & 0xff), high = (code - low) >> 8;
-  const std::int64_t row = std::int64_t{4} * m;
   const auto digit_at = [&](int piece) {
-    return to.digits + ((row + piece) * n_blocks + block) * 16 + lane % 16;
+    return to.digits + ((4 * m + piece) * n_blocks + block) * 16 + lane % 16;
   };
   st_global(digit_at(half_of), static_cast<std::int8_t>(high));
   st_global(digit_at(2 + half_of), static_cast<std::int8_t>(low));
 
   const int half_total = warp_sum<16>(code);
   const int other_total = shfl_xor(kFullWarp, half_total, 16);
-  if (lane != 0) return;
   const float step = finite ? (none ? 0.0f : largest * (1.0f / kActLargest)) : not_a_number();
   const float4 scales =
       make_float4(step, step * static_cast<float>(half_total), step * static_cast<float>(other_total),
                   step * static_cast<float>(half_total + other_total));
-  st_global(to.scales + static_cast<std::int64_t>(m) * n_blocks + block, scales);
-}
-
-// squares[m][block], by the same warp, where the input has a norm.
-__device__ __forceinline__ void square_block(const Quantized& to, int m, int block, float x) {
+  if (lane == 0) st_global(to.scales + m * n_blocks + block, scales);
   if (to.squares == nullptr) return;
-  const float sum = warp_sum(x * x);
-  if (threadIdx.x % 32 == 0) {
-    st_global(to.squares + static_cast<std::int64_t>(m) * blocks_of(to.cols) + block, sum);
-  }
+  const float square = warp_sum(x * x);
+  if (lane == 0) st_global(to.squares + m * n_blocks + block, square);
 }
 
 }  // namespace ringlm::cuda
