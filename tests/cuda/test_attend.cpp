@@ -294,6 +294,13 @@ TEST_CASE("lengths around the ends of tiles and splits") {
   check({128, 2, 2, kF16, kF16, 4, lengths({33, 256})});
 }
 
+TEST_CASE("any number of splits") {
+  for (int splits = 1; splits <= 9; ++splits) {
+    CAPTURE(splits);
+    Problem({64, 1, 1, kInt8, kInt8, splits, {{448, 70, 0, 1, {1000}}, {448, 0, 0, 1, {200}}}}).run();
+  }
+}
+
 TEST_CASE("head sizes, formats and groups") {
   const std::vector<SessionSpec> sessions = {{100, 17, 0, 4, {1000}}, {64, 5, 0, 1, {40}}};
   check({64, 1, 5, kInt8, kInt8, 2, sessions});
