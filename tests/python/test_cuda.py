@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_sessions import PLAIN, TEXT, fed
+from family_sessions import PLAIN, TEXT, fed, reloaded
 from random_family import FAMILIES, write
 from random_llama import Array
 from ringlm import DeviceError, _core
 
 pytestmark = pytest.mark.gpu
 
-#: INT8 and f16 rows differ in the last place between devices, and a prefill multiplies in f16.
-CLOSE = 1e-2
+#: Largest difference over largest logit. Decode multiplies in integers of 16 bits; a prefill, in f16.
+CLOSE = 5e-3
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
@@ -34,27 +34,35 @@ def difference(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def compare(path: str, kv: str, pieces: list[int], n: int, **options: Any) -> float:
+def compare(path: str, pieces: list[int], n: int, **options: Any) -> float:
+    """Of a whole text. In f16: codes of INT8 rows that round the other way would make it larger."""
     logits = []
     for device in ("cuda", "cpu"):
-        session = _core.Session(open_model(path, device), kv_k=kv, kv_v=kv, chunk=16, **options)
+        session = _core.Session(open_model(path, device), kv_k="f16", kv_v="f16", chunk=16, **options)
         logits.append(fed(session, TEXT[:n], pieces))
     return difference(*logits)
 
 
+def compare_int8(path: str, n: int, **options: Any) -> float:
+    """Of some tokens on the same INT8 rows, that the CPU has computed from the n tokens before."""
+    here = _core.Session(open_model(path, "cpu"), kv_k="int8", kv_v="int8", chunk=16, **options)
+    here.prefill(TEXT[:n])
+    there = reloaded(here, open_model(path, "cuda"))
+    return difference(fed(there, TEXT[n : n + 3], [1]), fed(here, TEXT[n : n + 3], [1]))
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_an_architecture(name: str, tmp_path: Path) -> None:
-    family = FAMILIES[name].with_(head_dim=64, types=PLAIN)
-    path = str(write(tmp_path / "m.gguf", family))
+    path = write(tmp_path / "m.gguf", FAMILIES[name].with_(head_dim=64, types=PLAIN))
     # A short prefill, one of several chunks of which the last is short too, and tokens one by one.
-    assert compare(path, "int8", [5, 27, 1, 1, 1], 38) < CLOSE
+    assert compare(path, [5, 20, 1, 1], 28) < CLOSE
+    assert compare_int8(path, 30) < CLOSE
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_type_of_weights(name: str, tmp_path: Path) -> None:
     family = FAMILIES["llama"].with_(head_dim=64, n_embd=256, n_ff=512, types={"default": name})
-    path = str(write(tmp_path / "m.gguf", family))
-    assert compare(path, "f16", [12, 3, 1], 17) < CLOSE
+    assert compare(write(tmp_path / "m.gguf", family), [12, 3, 1], 16) < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,7 @@ def test_a_type_of_weights(name: str, tmp_path: Path) -> None:
 )
 def test_a_head_size_and_group(head_dim: int, n_head: int, n_head_kv: int, tmp_path: Path) -> None:
     family = FAMILIES["llama"].with_(head_dim=head_dim, n_head=n_head, n_head_kv=n_head_kv, types=PLAIN)
-    path = str(write(tmp_path / "m.gguf", family))
-    for kv in ("int8", "f16"):
-        options = {"n_ctx": 20, "pinned": 4, "overflow": "slide"}
-        assert compare(path, kv, [14, 1, 1], 33, **options) < CLOSE
+    path = write(tmp_path / "m.gguf", family)
+    options = {"n_ctx": 20, "pinned": 4, "overflow": "slide"}
+    assert compare(path, [14, 1, 1], 32, **options) < CLOSE
+    assert compare_int8(path, 33, **options) < CLOSE
