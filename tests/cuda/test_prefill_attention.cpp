@@ -155,7 +155,7 @@ struct Problem {
   double run() const {
     const auto bytes = [](const std::vector<std::uint16_t>& x) {
       std::vector<std::uint8_t> b(2 * x.size());
-      std::memcpy(b.data(), x.data(), b.size());
+      if (!b.empty()) std::memcpy(b.data(), x.data(), b.size());
       return b;
     };
     simt::Buffer<std::uint8_t> k_device("k", k), v_device("v", v),
@@ -275,4 +275,27 @@ TEST_CASE("prefill attention: every order") {
     CHECK(pinned.run() < kTolerance);
     CHECK(halves.run() < kTolerance);
   });
+}
+
+TEST_CASE("prefill attention: whole sectors, no bank conflicts") {
+  for (const int head_dim : {64, 80, 96, 128, 256}) {
+    for (const KvFormat format : {kInt8, kF16}) {
+      const Problem problem({head_dim, 4, 1, 16, 192, 256, 64, 256, format, format}, 90);
+      simt::reset_report();
+      CHECK(problem.run() < kTolerance);
+      int lines = 0;
+      for (const simt::LineCount& line : simt::report().lines) {
+        if (line.file != "prefill_attention.h") continue;
+        CAPTURE(line.line);
+        ++lines;
+        CHECK(line.wavefronts == line.least_wavefronts);
+        if (line.requests > 100) CHECK(line.sectors <= line.least_sectors * 5 / 4);
+      }
+      CHECK(lines > 10);
+      // Every byte of the rows that a block sees, once: 208 positions, a block.
+      const simt::BufferCount k = simt::report().buffer("k");
+      CHECK(k.bytes_read == k.unique_read);
+      CHECK(k.unique_read == 208 * size(head_dim) * element_bytes(format));
+    }
+  }
 }
