@@ -341,7 +341,8 @@ __device__ __forceinline__ int dp4a(int a, int b, int c) {
 #endif
 }
 
-// The same bits as another type of the same size. half2 is plain bits, though it has an assignment of its own.
+// The same bits as another type of the same size. half2 is plain bits, though it has an assignment of its
+// own.
 template <class To, class From>
 __device__ __forceinline__ To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From) && std::is_trivially_destructible_v<From>);

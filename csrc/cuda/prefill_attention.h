@@ -408,7 +408,9 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
 
   sum += shfl_xor(kFullWarp, sum, 2);
   const float inverse = __fdividef(1.0f, sum);
-  const float inverses[2] = {shfl(kFullWarp, inverse, 0, 4), shfl(kFullWarp, inverse, 1, 4)};
+  float inverses[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) inverses[r] = shfl(kFullWarp, inverse, r, 4);
 #pragma unroll
   for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll
