@@ -220,3 +220,112 @@ TEST_CASE("a session's plan is what it takes on the device") {
   CHECK_THROWS_WITH_AS(Session(gpu, options(KvFormat::F32, KvFormat::F32)),
                        doctest::Contains("not stored on a GPU"), InvalidArgument);
 }
+
+TEST_CASE("streams that run late change nothing: no buffer is used again too early") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  const SessionOptions o = options(KvFormat::Int8, KvFormat::F16);
+  std::vector<std::vector<float>> logits[2];
+  for (const bool late : {false, true}) {
+    simt::runtime().late = late;
+    Session s(gpu, o);
+    for (const std::size_t n : {std::size_t{30}, std::size_t{3}}) {
+      s.prefill(text(n));
+      logits[late].push_back(last(s));
+    }
+    for (const std::int32_t id : {1, 2, 3}) {
+      s.decode(id);
+      logits[late].push_back(last(s));
+    }
+  }
+  simt::reset_runtime();
+  CHECK(logits[0] == logits[1]);
+}
+
+TEST_CASE("memory that is not there is said before it is taken") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  const simt::Live before = simt::live();
+  const std::size_t all = simt::runtime().properties.totalGlobalMem;
+  simt::runtime().others_bytes = all - before.device_bytes - 50'000;
+  const SessionOptions o = options(KvFormat::F16, KvFormat::F16);
+  CHECK_THROWS_WITH_AS(Session(gpu, o), doctest::Contains("on the GPU"), OutOfMemory);
+  CHECK_THROWS_AS(on_gpu(file), OutOfMemory);
+  simt::reset_runtime();
+  simt::fail_call("cudaMalloc", 1, cudaErrorMemoryAllocation);
+  CHECK_THROWS_AS(Session(gpu, o), OutOfMemory);
+  simt::reset_runtime();
+  const simt::Live after = simt::live();
+  CHECK(after.device_bytes == before.device_bytes);
+  CHECK(after.pinned_bytes == before.pinned_bytes);
+  CHECK(after.handles == before.handles);
+  Session s(gpu, o);
+  s.decode(1);
+}
+
+TEST_CASE("a step that fails leaves the session as it was, wherever it fails") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  const SessionOptions o = options(KvFormat::Int8, KvFormat::Int8);
+  Session s(gpu, o), other(gpu, o);
+  for (Session* session : {&s, &other}) session->prefill(text(12));
+  const auto fails = [&](const std::string& call, int nth, const std::string& named) {
+    CAPTURE(call);
+    CAPTURE(nth);
+    simt::fail_call(call, nth, cudaErrorLaunchTimeout);
+    std::string what;
+    try {
+      s.decode(7);
+    } catch (const DeviceError& e) {
+      what = e.what();
+    }
+    simt::reset_runtime();
+    CHECK(what.find("cudaErrorLaunchTimeout") != std::string::npos);
+    CHECK(what.find(named) != std::string::npos);
+    CHECK(s.position() == 12);
+  };
+  fails("cudaLaunchKernel", 3, "rope_append");  // while the graph is captured
+  fails("cudaLaunchKernel", 6, "gemv");
+  fails("cudaGraphInstantiate", 1, "");
+  fails("cudaGraphLaunch", 1, "");
+  fails("cudaStreamSynchronize", 1, "a step");  // and when it is replayed
+  s.cancel();
+  CHECK_THROWS_AS(s.decode(7), Cancelled);
+  CHECK(s.position() == 12);
+  s.decode(7);
+  other.decode(7);
+  CHECK(last(s) == last(other));
+}
+
+TEST_CASE("numbers that are none name the layer and the operation") {
+  const auto error_of = [](const std::string& tensor, float value, KvFormat format) -> std::string {
+    const tiny::File file(config(), [&](const std::string& name, std::vector<float>& values) {
+      if (name == tensor) values[5] = value;
+    });
+    const auto gpu = on_gpu(file);
+    for (const std::size_t n : {std::size_t{1}, std::size_t{20}}) {
+      Session s(gpu, options(format, format));
+      try {
+        s.prefill(text(n));
+      } catch (const NumericError& e) {
+        CHECK(s.position() == 0);
+        if (n == 20) return e.what();
+        continue;
+      }
+      return "no error";
+    }
+    return {};
+  };
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  const auto names = [&](const std::string& tensor, float value, KvFormat format, const char* expected) {
+    const std::string what = error_of(tensor, value, format);
+    CAPTURE(tensor);
+    CAPTURE(what);
+    CHECK(what.find(expected) != std::string::npos);
+  };
+  names("blk.1.ffn_down.weight", nan, KvFormat::Int8, "layer 1 (down_residual)");
+  names("blk.0.ffn_gate.weight", nan, KvFormat::F16, "layer 0 (norm_gate_up)");
+  names("output.weight", nan, KvFormat::F16, "logits");
+  names("blk.1.attn_k.bias", 1e6f, KvFormat::F16, "key or value in layer 1");
+  names("blk.1.attn_k.bias", 1e6f, KvFormat::F16, "on the CPU");
+}
