@@ -1,13 +1,13 @@
 // The entry of the library, and whether this machine can run what is in it.
 #include "cuda/library.h"
 
-#include <cuda_runtime.h>
-
 #include <cstdlib>
 #include <string>
 #include <string_view>
 
 #include "cuda/cuda_ops.h"
+#include "cuda/port.h"
+#include "cuda/runtime.h"
 #include "ringlm/error.h"
 
 namespace ringlm::cuda {

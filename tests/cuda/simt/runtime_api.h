@@ -90,6 +90,12 @@ enum cudaFuncAttribute {
   cudaFuncAttributePreferredSharedMemoryCarveout = 9,
 };
 
+constexpr int CUDART_VERSION = 12060;
+
+struct cudaFuncAttributes {
+  int numRegs, maxThreadsPerBlock;
+};
+
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal = 0,
   cudaStreamCaptureModeThreadLocal = 1,
@@ -183,6 +189,11 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 namespace simt {
 cudaError_t set_function_attribute(const void* function, cudaFuncAttribute attribute, int value);
+}
+template <class T>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, T*) {
+  *attributes = {64, 1024};  // every kernel is there
+  return cudaSuccess;
 }
 template <class T>
 cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int value) {
