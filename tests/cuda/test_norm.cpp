@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -31,7 +32,9 @@ std::vector<float> random_floats(std::int64_t n, unsigned seed, float around = 0
   return values;
 }
 
-bool same_bits(float a, float b) { return bits_as<std::uint32_t>(a) == bits_as<std::uint32_t>(b); }
+bool same_bits(float a, float b) {
+  return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
+}
 
 void check_no_bypass() {
   CHECK(simt::report().bypasses == 0);

@@ -19,6 +19,8 @@
 
 #include "simt/simt.h"
 
+#if !defined(__CUDACC__)
+
 // ---- names and numbers of CUDA 12 and 13
 
 // X(name, number, text)
@@ -197,6 +199,8 @@ template <class T>
 cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int value) {
   return simt::set_function_attribute(reinterpret_cast<const void*>(function), attribute, value);
 }
+
+#endif
 
 // ---- what tests set
 
