@@ -161,20 +161,22 @@ is that of a full multiprocessor, with the largest block that the launch bounds 
 attention and gemv.
 """
 ATTENTION = f"""
-From the executor: 4,096 tokens, 2 KV heads with 1, 4, 7, 8 or 16 heads each; the worst of these. The floor
-is K and V with their scales, as the cache has them. K, V and scales count by the sectors that loads touch;
-all else, which is small and comes from L1 and L2 when it comes again, by its bytes. At head size 256 a
-group of more than 8 heads reads K and V once for every 8, beside one another and so from L2: that counts
-once. `sectors`: those of K and V that are read, for one that their bytes fill. Partial sums, written and
-read within microseconds, are in no other column: over the floor, of groups of 4 / 8 / 16, with the splits
-for 8 and for 40 multiprocessors. Bars: {counts.MOST} for K, V, scales and all else, 1 for `sectors`,
+From the executor: 4,096 tokens, 2 KV heads with 1, 4, 7, 8 or 16 heads each; the worst of these. K, V and
+scales count by the sectors that loads touch, over their bytes in the cache; all else, which is small and
+comes from L1 and L2 when it comes again, by its bytes, over those of the cache too. The floor is what any
+kernel has to move: the cache, and q and the output in float32 once. At head size 256 a group of more than 8
+heads reads K and V once for every 8, in blocks beside one another and so from L2: that counts once.
+`sectors`: those of K and V that are read, for one that their bytes fill. Partial sums, written and read
+within microseconds, are in no other column: over the cache's bytes, for groups of 4 / 8 / 16, with the
+splits for 8 and for 40 multiprocessors. Bars: {counts.MOST} of the floor, 1 for `sectors`,
 {counts.MOST_WAVEFRONTS:.0f} for bank conflicts.
 """
 GEMV = f"""
 From the executor: 64 rows of {counts.ROWS_7B} with 4096 and with 14336 columns, M = 1 and 8; the worst of
-these. The floor is the weights as the file has them. The weights count by sectors; the input, once for all
-rows, and the output by their bytes. `input from L1`: sectors of the input that warps load, over those of
-the weights. Bars: {counts.MOST}, 1 for `sectors`, {counts.MOST_WAVEFRONTS:.0f} for bank conflicts.
+these. The weights count by sectors, over their bytes in the file; the input, once for all {counts.ROWS_7B}
+rows, and the output by their bytes. The floor is the weights as the file has them, and input and output in
+float32 once. `input from L1`: sectors of the input that warps load, over those of the weights. Bars:
+{counts.MOST} of the floor, 1 for `sectors`, {counts.MOST_WAVEFRONTS:.0f} for bank conflicts.
 """
 ATTENTION_LOOP = f"""
 From the SASS: INT8, head size 128. `loop` is the innermost loop with the products, all of it, what is
