@@ -79,14 +79,23 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # of nvcc 12, to CMake before 3.25
 endif()
 message(STATUS "CUDA backend: CUDA ${CMAKE_CUDA_COMPILER_VERSION}, for ${CMAKE_CUDA_ARCHITECTURES}")
 
-add_library(ringlm_cuda MODULE csrc/cuda/library.cu ${ringlm_cuda_kernels})
-target_include_directories(ringlm_cuda PRIVATE csrc)
-target_link_libraries(ringlm_cuda PRIVATE ringlm)  # what it uses of it, as a copy of its own
+add_library(ringlm_cuda_objects OBJECT ${ringlm_cuda_kernels})
+add_library(ringlm_cuda MODULE csrc/cuda/library.cu $<TARGET_OBJECTS:ringlm_cuda_objects>)
+foreach(target ringlm_cuda_objects ringlm_cuda)
+  target_include_directories(${target} PRIVATE csrc)
+  target_link_libraries(${target} PRIVATE ringlm)  # what it uses of it, as a copy of its own
+  target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xcompiler=-Wall,-ffp-contract=off>")
+  set_target_properties(${target} PROPERTIES
+    CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+endforeach()
 target_compile_definitions(ringlm_cuda PRIVATE
   "RINGLM_BUILD=\"${RINGLM_BUILD}\"" "RINGLM_CUDA_ARCHS=\"$<JOIN:${RINGLM_CUDA_ARCHS}, >\"")
-target_compile_options(ringlm_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings;-Xcompiler=-Wall,-ffp-contract=off>")
-set_target_properties(ringlm_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 ringlm_cuda_door(ringlm_cuda)
 if(RINGLM_PYTHON)
   install(TARGETS ringlm_cuda LIBRARY DESTINATION ringlm COMPONENT python)
+endif()
+
+if(RINGLM_CUDA_GPU_TESTS)
+  enable_testing()
+  add_subdirectory(tests/cuda/gpu)
 endif()

@@ -14,10 +14,11 @@
 //     bytes. The head dimension is summed over, so its order is free: that in which lanes find the bytes.
 //   - out [16 dims, 8 columns] = V^T w: the lane loads its eighth g of rows 2t, 2t + 1, 2t + 8, 2t + 9. Which
 //     dims make up the 16 is free as well. w goes from scores to here by a transpose in registers.
-// A group of less than 8 heads leaves columns empty, and a group of one still takes fewer instructions than
-// with FMA: 23 a key and KV head at head size 128 on sm_87, of INT8, and 15 of F16 (28 and 17 on sm_75).
-// Groups of more than 16, or of more than 8 at head size 256 or with K and V in different formats, take
-// several head tiles, each of which reads K and V again, from L2.
+// A group of less than 8 heads leaves columns empty. The loop takes, at head size 128, of INT8 rows 28
+// instructions a key and KV head on sm_87 and 29 on sm_75, of F16 rows 23 and 24; an Orin has about 75 for
+// INT8 at its full bandwidth, so a group of one has no kernel of its own. Groups of more than 16, or of more
+// than 8 at head size 256 or with K and V in different formats, take several head tiles, each of which reads
+// K and V again, from L2.
 //
 // Numbers: q and w are halves, off by 2^-12 at most. q is divided by a power of two that brings its head's
 // largest below 2^14. w is multiplied by the scale of its value, and relative to the largest such product so
@@ -25,8 +26,11 @@
 // sums are float32.
 //
 // Loads run ahead: values of a tile arrive while scores are computed, keys of the next one during values.
-// Where a tile of F16 rows would take more than 32 registers it comes in two pieces. Aimed at: 128
-// registers at head size 128 and 16 KiB of shared memory, so four blocks on an SM of either target.
+// Where 16 F16 rows would take 32 registers or more they come in two pieces. Queries stay in shared memory.
+// At head size 128: 128 registers and 17 KiB of shared memory on sm_87, four blocks an SM; three on sm_75.
+//
+// Shapes: head sizes 64, 80, 96, 128 and 256; K and V each INT8 or F16; any group, number of splits and ring.
+// Rows of K and V begin at multiples of 16 bytes.
 #pragma once
 
 #include "cuda/attend_rows.h"

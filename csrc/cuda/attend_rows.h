@@ -30,7 +30,8 @@ constexpr int blocks_of_an_sm(KvFormat keys, KvFormat values, int head_dim, int 
   const int blocks = sums <= 64 ? 5 : sums <= 128 ? 4 : sums < 256 ? 3 : 2;
 #endif
   const bool all_int8 = keys == KvFormat::Int8 && values == KvFormat::Int8, mixed = keys != values;
-  const bool larger = (head_dim == 96 && !all_int8) || (head_dim == 128 && mixed);
+  const bool larger =
+      (head_dim == 96 && !all_int8) || (head_dim == 128 && mixed) || (head_dim == 64 && head_tiles == 2);
   return larger && blocks > 2 ? blocks - 1 : blocks;
 }
 

@@ -87,73 +87,11 @@ class CudaOps final : public Ops, public Device {
   void begin(const Config& c, const Step& s, bool looks) override {
     use_device(info_.index);
     Region& r = region(s);
-    r.begin();
-    if (!r.scratch) {
-      r.scratch.emplace(c, r.M, info_.n_sm, reinterpret_cast<std::uint8_t*>(s.a.quantized.data()));
-    }
-    const std::int64_t M = rows(s);
-    const Upload up(c, M, r.staging());
-    int wanted = 0;
-    for (std::size_t m = 0; m < s.rows.size(); ++m) {
-      const Row& row = s.rows[m];
-      const bool same = m > 0 && s.rows[m - 1].kv == row.kv;
-      up.rows[m] = {row.position, row.kv->layout().epoch(), same ? up.rows[m - 1].layers : layers_of(*row.kv),
-                    row.token};
-      if (row.logits) up.wanted[wanted++] = static_cast<std::int32_t>(m);
-      up.bad[m] = 0;
-    }
-    const std::size_t n = size(M) * size(c.rope_dims);
-    for (std::size_t rope = 0; rope < c.ropes.size(); ++rope) {
-      const Angles& from = s.a.angles[rope];
-      std::copy_n(from.own.data(), n, up.angles[rope].own);
-      std::copy_n(from.pinned.data(), n, up.angles[rope].pinned);
-      std::copy_n(from.epochs.data(), n * kEpochs, up.angles[rope].epochs);
-    }
-
-    r.looks = looks;
-    if (options_.graph && !looks && few(s) && wanted == M) {
-      r.key = key_of(s);
-      if (r.graphs.contains(r.key)) {
-        r.way = Region::Way::Replay;
-        return;
-      }
-      r.capture();
-    }
-    check(cudaMemcpyAsync(scratch(s).upload, r.staging(), up.bytes, cudaMemcpyHostToDevice, r.stream.get()),
-          "uploading a step");
+    r.place(c, info_.n_sm, s);
+    r.begin(c, s, looks, options_.graph, [this](const kv::Cache& cache) { return layers_of(cache); });
   }
-
-  void finish(const Config& c, const Step& s) override {
-    Region& r = region(s);
-    const Scratch& from = scratch(s);
-    const int M = static_cast<int>(rows(s));
-    const Upload up(c, M, from.upload);
-    if (r.way != Region::Way::Replay) {
-      check_finite(s.a.x.data(), M, c.n_embd, up.bad, r.stream.get());
-      check(cudaMemcpyAsync(r.bad(), up.bad, size(M) * sizeof(std::uint32_t), cudaMemcpyDeviceToHost,
-                            r.stream.get()),
-            "reading a step's marks");
-    }
-    if (r.way == Region::Way::Capture) r.end_capture();
-    if (r.way == Region::Way::Replay) {
-      r.launch();
-      for (std::size_t m = 0; m < s.rows.size(); ++m) {
-        fetch_logits(c, r, from.logits + m * size(c.n_vocab), s.rows[m].logits);
-      }
-    }
-    r.wait();
-    take_bad(r, s);
-  }
-
-  void synchronize(const Step& s) override {
-    Region& r = region(s);
-    const Scratch& from = scratch(s);
-    check(cudaMemcpyAsync(r.bad(), Upload(config_, rows(s), from.upload).bad,
-                          s.rows.size() * sizeof(std::uint32_t), cudaMemcpyDeviceToHost, r.stream.get()),
-          "reading a step's marks");
-    r.stream.synchronize("a step");
-    take_bad(r, s);
-  }
+  void finish(const Config& c, const Step& s) override { region(s).finish(c, s); }
+  void synchronize(const Step& s) override { region(s).synchronize(config_, s); }
 
   void embed(const Config& c, const Weights&, const Step& s) override {
     const Range range("embed");
@@ -312,7 +250,7 @@ class CudaOps final : public Ops, public Device {
       mark_logits(c, s, wanted, 0);
       if (r.way == Region::Way::Capture) return;  // finish() fetches them: where to changes
       for (std::int64_t m = 0; m < wanted; ++m) {
-        fetch_logits(c, r, to.logits + m * c.n_vocab, s.rows[size(m)].logits);
+        r.fetch_logits(c, m, s.rows[size(m)].logits);
       }
       return;
     }
@@ -325,7 +263,7 @@ class CudaOps final : public Ops, public Device {
       project(n);
       for (std::int64_t i = 0; i < n; ++i, ++m) {
         while (!s.rows[m].logits) ++m;
-        fetch_logits(c, r, to.logits + i * c.n_vocab, s.rows[m].logits);
+        r.fetch_logits(c, i, s.rows[m].logits);
         check_finite(to.logits + i * c.n_vocab, 1, c.n_vocab, upload(s).bad + m, stream(s));
       }
       done += n;
@@ -358,16 +296,7 @@ class CudaOps final : public Ops, public Device {
     return few(s) ? normed(x, norm) : kNone;
   }
 
-  // What a captured step depends on besides its upload: M and the formats of its rows.
-  static std::uint64_t key_of(const Step& s) {
-    std::uint64_t key = 1;
-    for (const Row& row : s.rows) {
-      const kv::Layout& l = row.kv->layout();
-      key = key * 4 + (l.k_format == KvFormat::Int8) * 2u + (l.v_format == KvFormat::Int8);
-    }
-    return key;
-  }
-
+  // The rings of a session, which may be another than the step's own.
   const KvLayer* layers_of(const kv::Cache& cache) {
     Region* owner;
     {
@@ -514,15 +443,6 @@ class CudaOps final : public Ops, public Device {
     a.out = to.candidates, a.scratch = to.top_k, a.arrived = to.arrived + kMostRows * c.n_head_kv;
     a.bad = upload(s).bad + first;
     top_k(a, stream(s));
-  }
-
-  void fetch_logits(const Config& c, const Region& r, const float* from, float* to) const {
-    check(cudaMemcpyAsync(to, from, size(c.n_vocab) * sizeof(float), cudaMemcpyDeviceToHost, r.stream.get()),
-          "reading logits");
-  }
-
-  static void take_bad(const Region& r, const Step& s) {
-    for (std::size_t m = 0; m < s.rows.size(); ++m) s.bad[m] |= r.bad()[m] != 0 ? 1 : 0;
   }
 
   const Config& config_;

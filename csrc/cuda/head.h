@@ -136,10 +136,21 @@ __global__ void __launch_bounds__(kTopThreads) top_k_kernel(TopK a, int pieces) 
     if (begin >= a.n_vocab) break;
     float x[kTopPerThread];
     std::uint32_t largest = 0;
+    float4 fours[kTopPerThread / 4];
+    if (begin >= 0 && begin + kTopPiece <= a.n_vocab) {
+      const float4* const from = reinterpret_cast<const float4*>(row + begin) + thread;
+#pragma unroll
+      for (int i = 0; i < kTopPerThread / 4; ++i) fours[i] = ld_global_stream(from + i * kTopThreads);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTopPerThread / 4; ++i) {
+        fours[i] = four_logits(row, begin + 4 * (i * kTopThreads + thread), a.n_vocab);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kTopPerThread / 4; ++i) {
       const int first = begin + 4 * (i * kTopThreads + thread);
-      const float4 four = four_logits(row, first, a.n_vocab);
+      const float4 four = fours[i];
       x[4 * i] = four.x;
       x[4 * i + 1] = four.y;
       x[4 * i + 2] = four.z;

@@ -45,7 +45,7 @@ __host__ __device__ constexpr int blocks_of(int cols) { return (cols + kBlock - 
 
 // The rows of one layer and session, as kv::Cache::Layer has them, and its ring (kv/ring.h).
 struct KvLayer {
-  std::uint8_t *k, *v;                // [n_head_kv, capacity, head_dim]
+  std::uint8_t *k, *v;                // [n_head_kv, capacity, head_dim], 16-byte aligned
   std::uint8_t *k_scales, *v_scales;  // [n_head_kv, capacity] f16; INT8 only
   std::int64_t visible, pinned, capacity;
 };

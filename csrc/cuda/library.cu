@@ -1,11 +1,13 @@
 // The entry of the library, and whether this machine can run what is in it.
 #include "cuda/library.h"
 
-#include <cuda_runtime.h>
-
+#include <cstdlib>
 #include <string>
+#include <string_view>
 
 #include "cuda/cuda_ops.h"
+#include "cuda/port.h"
+#include "cuda/runtime.h"
 #include "ringlm/error.h"
 
 namespace ringlm::cuda {
@@ -74,7 +76,8 @@ void check_gpu() {
 std::unique_ptr<Ops> open(const Config& config, const Weights& weights) {
   check_driver();
   check_gpu();
-  return make_cuda_ops(config, weights);
+  const char* const graph = std::getenv("RINGLM_CUDA_GRAPH");  // "0": to compare, and for debuggers
+  return make_cuda_ops(config, weights, {.graph = graph == nullptr || std::string_view(graph) != "0"});
 }
 
 constexpr Library kLibrary{RINGLM_BUILD, RINGLM_CUDA_ARCHS, open};

@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(kRowThreads) add_normed_kernel(AddNormed a) {
       st_global(x + column, sum);
       if (a.next_norm != nullptr) next_weight = ld_global(a.next_norm + column);
     }
-    if (a.next.digits == nullptr) continue;
-    quantize_block(a.next, m, block, sum, next_weight);
+    if (a.next.digits != nullptr) quantize_block(a.next, m, block, sum, next_weight);
   }
 }
 

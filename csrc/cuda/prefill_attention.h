@@ -16,11 +16,11 @@
 // scale.
 //
 // Floor: q and att once, K and V of the seen positions once per KV head and block: a tile serves 64 rows.
-// Shared memory: two tiles, rows padded by 16 bytes so that eight of them lie in different banks, and three
-// factors a position: at most 18.8 KB. No bank conflicts. Registers: about 150 up to head size 128 (three
-// blocks an SM), 240 at 256 (two); no spills.
-// Shapes: head sizes 64, 80, 96, 128, 256; any group, M and ring; K and V INT8 or F16, whose planes are
-// 16-byte aligned. Queries become halves: those above 65504 are not finite, which check_finite finds.
+// Shared memory: two tiles, rows padded by 16 bytes so that eight of them lie in different banks; at head
+// size 256 five of the sixteen fragments of Q; and what the rows see: 20 to 31 KB. No bank conflicts in the
+// loop. Registers: 144 to 168 up to head size 128 (three blocks an SM), 255 at 256 (two); no spills. Shapes:
+// head sizes 64, 80, 96, 128, 256; any group, M and ring; K and V INT8 or F16, whose planes are 16-byte
+// aligned. Queries become halves: those above 65504 are not finite, which check_finite finds.
 #pragma once
 
 #include "cuda/launch.h"
@@ -38,7 +38,11 @@ struct PrefillShape {
   // Positions in a tile. Aligned to it, a tile lies in one epoch, which is a multiple of 64.
   static constexpr int kTile = kHeadDim <= 64 ? 64 : kHeadDim <= 128 ? 32 : 16;
   static constexpr int kStride = kHeadDim + 8;  // halves
-  static constexpr std::size_t kSharedBytes = 2 * kTile * kStride * sizeof(half);
+  // Fragments of queries, 16 dims each. Some of head size 256 stay in shared memory, for want of registers.
+  static constexpr int kFragments = kHeadDim / 16;
+  static constexpr int kInRegisters = kHeadDim <= 128 ? kFragments : kFragments - 5;
+  static constexpr std::size_t kSharedBytes =
+      2 * kTile * kStride * sizeof(half) + (kFragments - kInRegisters) * kPrefillThreads * sizeof(uint4);
   static constexpr int kBlocksPerSm = kHeadDim <= 128 ? 3 : 2;
 };
 
@@ -214,6 +218,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
     prefill_attention_kernel(const Attend a) {
   using Shape = PrefillShape<kHeadDim>;
   constexpr int kTile = Shape::kTile, kStride = Shape::kStride;
+  constexpr int kInRegisters = Shape::kInRegisters;
   constexpr float kLowest = -3.0e38f;
   SMEM_DYN(half, k_tile);  // [kTile][kStride], and V behind it
   SMEM_STATIC(float, k_factors, kTile);
@@ -222,6 +227,8 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
   SMEM_STATIC(PrefillView, views, 1);
   PrefillView& view = views[0];
   half* const v_tile = k_tile + kTile * kStride;
+  // The fragments of queries that are not in registers, [..][4][thread]: each thread's own.
+  std::uint32_t* const other_q = reinterpret_cast<std::uint32_t*>(v_tile + kTile * kStride) + threadIdx.x;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int in_quad = lane % 4, quad = lane / 4;
@@ -242,7 +249,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
     const PrefillPart& part = view.parts[moving];
     if (part.begin >= part.end) continue;
 
-    std::uint32_t q[kHeadDim / 16][4];
+    std::uint32_t q[kInRegisters][4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float* const from = (moving ? a.q : a.q_pinned) +
@@ -251,7 +258,13 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         const float2 two = ld_global(reinterpret_cast<const float2*>(from + 8 * i));
-        q[i / 2][i % 2 * 2 + r] = pair_of_halves(two.x, two.y);
+        const std::uint32_t pair = pair_of_halves(two.x, two.y);
+        const int word = i % 2 * 2 + r;
+        if (i / 2 < kInRegisters) {
+          q[i / 2 % kInRegisters][word] = pair;
+        } else {
+          st_shared(&other_q[(4 * (i / 2 - kInRegisters) + word) * kPrefillThreads], pair);
+        }
       }
     }
 
@@ -279,15 +292,25 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
       __syncthreads();
 
       float s[kTile / 8][4] = {};
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 16; ++i) {
+      const auto multiply = [&](int i, const std::uint32_t (&fragment)[4]) {
 #pragma unroll
         for (int n = 0; n < kTile / 16; ++n) {
           std::uint32_t b[4];
           ldmatrix_x4(b, k_tile + 16 * n * kStride + 16 * i + of_matrices);
-          mma_m16n8k16(s[2 * n], q[i], {b[0], b[1]});
-          mma_m16n8k16(s[2 * n + 1], q[i], {b[2], b[3]});
+          mma_m16n8k16(s[2 * n], fragment, {b[0], b[1]});
+          mma_m16n8k16(s[2 * n + 1], fragment, {b[2], b[3]});
         }
+      };
+#pragma unroll
+      for (int i = 0; i < kInRegisters; ++i) multiply(i, q[i]);
+#pragma unroll
+      for (int i = kInRegisters; i < Shape::kFragments; ++i) {
+        std::uint32_t fragment[4];
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          fragment[word] = ld_shared(&other_q[(4 * (i - kInRegisters) + word) * kPrefillThreads]);
+        }
+        multiply(i, fragment);
       }
 
       float offset[2] = {};
@@ -372,8 +395,8 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
       for (int n = 0; n < kTile / 16; ++n) {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 16; ++i) {
-          if (kHeadDim > 128 && i % 4 == 0)
-            __syncwarp();  // loads that ran further ahead would take registers
+          // Loads of ldmatrix that ran further ahead would take registers that are not there.
+          if (kHeadDim > 128 && i % 4 == 0) __syncwarp();
           std::uint32_t b[4];
           ldmatrix_x4_trans(b, v_tile + 16 * n * kStride + 16 * i + of_matrices);
           mma_m16n8k16(o[2 * i], weights[n], {b[0], b[2]});
@@ -385,7 +408,9 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kHeadDim>::kBloc
 
   sum += shfl_xor(kFullWarp, sum, 2);
   const float inverse = __fdividef(1.0f, sum);
-  const float inverses[2] = {shfl(kFullWarp, inverse, 0, 4), shfl(kFullWarp, inverse, 1, 4)};
+  float inverses[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) inverses[r] = shfl(kFullWarp, inverse, r, 4);
 #pragma unroll
   for (int n = 0; n < kHeadDim / 8; ++n) {
 #pragma unroll

@@ -15,6 +15,16 @@ Quantized take_quantized(Places& places, std::int64_t M, std::int32_t cols) {
           places.take<float>(Quantized::square_bytes(cols, M) / sizeof(float)), cols};
 }
 
+// What a captured step depends on besides its upload: M and the formats of its rows.
+std::uint64_t key_of(const Step& s) {
+  std::uint64_t key = 1;
+  for (const Row& row : s.rows) {
+    const kv::Layout& l = row.kv->layout();
+    key = key * 4 + (l.k_format == KvFormat::Int8) * 2u + (l.v_format == KvFormat::Int8);
+  }
+  return key;
+}
+
 }  // namespace
 
 Upload::Upload(const Config& c, std::int64_t M, std::uint8_t* base) {
@@ -67,9 +77,9 @@ Scratch::Scratch(const Config& c, std::int64_t M, int n_sm, std::uint8_t* base) 
   bytes = places.used();
 }
 
-Region::Region(const Config& c, std::size_t bytes, std::size_t host_bytes, std::int64_t M_,
+Region::Region(const Config& c, std::size_t bytes, std::size_t host_bytes, std::int64_t M,
                std::function<void(Region*)> gone)
-    : M(M_),
+    : M_(M),
       gone_(std::move(gone)),
       memory_(bytes, "a session"),
       layers_(size(c.n_layer) * sizeof(KvLayer), "a session"),
@@ -101,31 +111,98 @@ const KvLayer* Region::layers(const kv::Cache& cache) {
   return layers_.as<KvLayer>();
 }
 
-void Region::begin() {
+void Region::place(const Config& c, int n_sm, const Step& s) {
+  if (!scratch) scratch.emplace(c, M_, n_sm, reinterpret_cast<std::uint8_t*>(s.a.quantized.data()));
+}
+
+void Region::upload(const Config& c, const Step& s, const LayersOf& layers_of) {
+  const std::size_t M = s.rows.size(), n = M * size(c.rope_dims);
+  const Upload up(c, static_cast<std::int64_t>(M), staging_.data());
+  std::size_t wanted = 0;
+  for (std::size_t m = 0; m < M; ++m) {
+    const Row& row = s.rows[m];
+    const bool same = m > 0 && s.rows[m - 1].kv == row.kv;
+    up.rows[m] = {row.position, row.kv->layout().epoch(), same ? up.rows[m - 1].layers : layers_of(*row.kv),
+                  row.token};
+    if (row.logits) up.wanted[wanted++] = static_cast<std::int32_t>(m);
+    up.bad[m] = 0;
+  }
+  for (std::size_t rope = 0; rope < c.ropes.size(); ++rope) {
+    const Angles& from = s.a.angles[rope];
+    std::copy_n(from.own.data(), n, up.angles[rope].own);
+    std::copy_n(from.pinned.data(), n, up.angles[rope].pinned);
+    std::copy_n(from.epochs.data(), n * kEpochs, up.angles[rope].epochs);
+  }
+}
+
+void Region::begin(const Config& c, const Step& s, bool somebody_looks, bool graph,
+                   const LayersOf& layers_of) {
+  // What an earlier step that threw has left.
   if (way == Way::Capture) Graph::abandon(stream.get());
   if (busy_) stream.synchronize("a step");
   way = Way::Direct;
   busy_ = true;
+  looks = somebody_looks;
+
+  upload(c, s, layers_of);
+  const bool all = std::ranges::all_of(s.rows, [](const Row& row) { return row.logits != nullptr; });
+  if (graph && !looks && all && s.rows.size() <= size(kMostRows)) {
+    key_ = key_of(s);
+    way = graphs_.contains(key_) ? Way::Replay : Way::Capture;
+  }
+  if (way == Way::Replay) return;
+  if (way == Way::Capture) Graph::begin(stream.get());
+  const std::size_t bytes = Upload(c, static_cast<std::int64_t>(s.rows.size()), nullptr).bytes;
+  check(cudaMemcpyAsync(scratch->upload, staging_.data(), bytes, cudaMemcpyHostToDevice, stream.get()),
+        "uploading a step");
 }
 
-void Region::capture() {
-  way = Way::Capture;
-  Graph::begin(stream.get());
-}
-
-void Region::end_capture() {
-  way = Way::Replay;
-  Graph graph;
-  graph.end(stream.get());
-  graphs[key] = std::move(graph);
-}
-
-void Region::launch() { graphs.at(key).launch(stream.get()); }
-
-void Region::wait() {
+void Region::finish(const Config& c, const Step& s) {
+  if (way != Way::Replay) {
+    const Upload up(c, static_cast<std::int64_t>(s.rows.size()), scratch->upload);
+    check_finite(s.a.x.data(), static_cast<int>(s.rows.size()), c.n_embd, up.bad, stream.get());
+    fetch_bad(c, s);
+  }
+  if (way == Way::Capture) {
+    way = Way::Direct;  // the capture ends here, well or not
+    Graph captured;
+    captured.end(stream.get());
+    graphs_[key_] = std::move(captured);
+    way = Way::Replay;
+  }
+  if (way == Way::Replay) {
+    graphs_.at(key_).launch(stream.get());
+    for (std::size_t m = 0; m < s.rows.size(); ++m) {
+      fetch_logits(c, static_cast<std::int64_t>(m), s.rows[m].logits);
+    }
+  }
   stream.synchronize("a step");
   busy_ = false;
   way = Way::Direct;
+  take_bad(s);
+}
+
+void Region::synchronize(const Config& c, const Step& s) {
+  fetch_bad(c, s);
+  stream.synchronize("a step");
+  take_bad(s);
+}
+
+void Region::fetch_logits(const Config& c, std::int64_t from, float* to) {
+  check(cudaMemcpyAsync(to, scratch->logits + from * c.n_vocab, size(c.n_vocab) * sizeof(float),
+                        cudaMemcpyDeviceToHost, stream.get()),
+        "reading logits");
+}
+
+void Region::fetch_bad(const Config& c, const Step& s) {
+  const Upload up(c, static_cast<std::int64_t>(s.rows.size()), scratch->upload);
+  check(cudaMemcpyAsync(bad_.data(), up.bad, s.rows.size() * sizeof(std::uint32_t), cudaMemcpyDeviceToHost,
+                        stream.get()),
+        "reading a step's marks");
+}
+
+void Region::take_bad(const Step& s) const {
+  for (std::size_t m = 0; m < s.rows.size(); ++m) s.bad[m] |= bad_.as<std::uint32_t>()[m] != 0 ? 1 : 0;
 }
 
 std::size_t Region::staging_bytes(const Config& c, std::int64_t M) {

@@ -78,38 +78,46 @@ class Region final : public DeviceRegion {
 
   // Bytes of pinned memory that a region takes besides.
   static std::size_t staging_bytes(const Config& c, std::int64_t M);
-  std::uint8_t* staging() const { return staging_.data(); }
-  std::uint32_t* bad() const { return bad_.as<std::uint32_t>(); }
 
   // The rings of the session's cache in device memory [n_layer], written when a step first meets them.
   const KvLayer* layers(const kv::Cache& cache);
 
-  // Waits for what an earlier step that threw has left.
-  void begin();
-  void capture();
-  void end_capture();
-  void launch();
-  void wait();  // until the step is done
+  // Finds the scratch, in the first step.
+  void place(const Config& c, int n_sm, const Step& s);
 
-  StreamHandle stream;
-  std::optional<Scratch> scratch;  // placed by the first step
+  // Ops::begin and the other two. A decode step is captured when there is none like it yet, and replayed
+  // from then on: its operations then launch nothing.
+  using LayersOf = std::function<const KvLayer*(const kv::Cache&)>;
+  void begin(const Config& c, const Step& s, bool looks, bool graph, const LayersOf& layers_of);
+  void finish(const Config& c, const Step& s);
+  void synchronize(const Config& c, const Step& s);
+
+  // Row `from` of Scratch::logits, on its way to the host.
+  void fetch_logits(const Config& c, std::int64_t from, float* to);
+
+  const StreamHandle stream;
+  std::optional<Scratch> scratch;
 
   // Of the step that runs: how its operations come to the device, and whether somebody looks between them.
   enum class Way {
     Direct,   // launched one by one
-    Capture,  // put into a graph, which `finish` launches
+    Capture,  // put into a graph, which finish() launches
     Replay,   // they are in the graph already
   };
   Way way = Way::Direct;
   bool looks = false;
-  std::uint64_t key = 0;  // of the graph: what a step depends on besides its upload
-  std::map<std::uint64_t, Graph> graphs;
-  const std::int64_t M;  // most rows of a step
 
  private:
+  void upload(const Config& c, const Step& s, const LayersOf& layers_of);
+  void fetch_bad(const Config& c, const Step& s);
+  void take_bad(const Step& s) const;
+
+  const std::int64_t M_;  // most rows of a step
   std::function<void(Region*)> gone_;
   DeviceMemory memory_, layers_;
   PinnedMemory host_, staging_, bad_;
+  std::uint64_t key_ = 0;
+  std::map<std::uint64_t, Graph> graphs_;  // by what a step depends on besides its upload
   bool has_layers_ = false, busy_ = false;
 };
 

@@ -26,27 +26,26 @@ std::size_t Layout::nbytes() const {
   return sum;
 }
 
-// Planes of larger elements first, so that every element is aligned without padding.
+// Rows of larger elements first and scales last, so that without padding every element is aligned, and every
+// row to 16 bytes where a head has a multiple of 16 elements.
 Cache::Cache(const Layout& layout, std::span<std::byte> rows, std::span<Layer> layers)
     : layout_(layout), rotation_(make_rotation(layout.head_dim)), bytes_(rows), layers_(layers) {
   auto* next = reinterpret_cast<std::uint8_t*>(rows.data());
-  for (std::int32_t i = 0; i < layout.n_layer; ++i)
-    layers[static_cast<std::size_t>(i)] = {layout.ring(i), {}, {}, {}, {}};
-  for (const std::size_t size : {4u, 2u, 1u}) {
+  const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+  for (std::int32_t i = 0; i < layout.n_layer; ++i) layers[size(i)] = {layout.ring(i), {}, {}, {}, {}};
+  const auto take = [&](const Layer& l, std::uint8_t*& plane, std::size_t row_bytes) {
+    plane = next;
+    next += size(layout.n_head_kv) * size(l.ring.capacity) * row_bytes;
+  };
+  for (const std::size_t bytes : {4u, 2u, 1u}) {
     for (Layer& l : layers) {
-      const std::size_t n =
-          static_cast<std::size_t>(layout.n_head_kv) * static_cast<std::size_t>(l.ring.capacity);
-      const auto take = [&](std::uint8_t*& plane, std::size_t element, std::size_t bytes) {
-        if (element != size) return;
-        plane = next;
-        next += n * bytes;
-      };
-      const auto d = static_cast<std::size_t>(layout.head_dim);
-      take(l.k, element_bytes(layout.k_format), d * size);
-      take(l.v, element_bytes(layout.v_format), d * size);
-      take(l.k_scales, scale_bytes(layout.k_format), size);
-      take(l.v_scales, scale_bytes(layout.v_format), size);
+      if (element_bytes(layout.k_format) == bytes) take(l, l.k, size(layout.head_dim) * bytes);
+      if (element_bytes(layout.v_format) == bytes) take(l, l.v, size(layout.head_dim) * bytes);
     }
+  }
+  for (Layer& l : layers) {
+    if (const std::size_t bytes = scale_bytes(layout.k_format); bytes > 0) take(l, l.k_scales, bytes);
+    if (const std::size_t bytes = scale_bytes(layout.v_format); bytes > 0) take(l, l.v_scales, bytes);
   }
 }
 

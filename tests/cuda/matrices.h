@@ -9,6 +9,7 @@
 
 #include "cuda/launch.h"
 #include "gguf/blocks.h"
+#include "simt/simt.h"
 
 namespace matrices {
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/launch.h"
+#include "simt/simt.h"
 
 namespace quantized {
 

@@ -47,6 +47,7 @@ struct Spec {
   bool centred = false;
   float query_size = 2.0f, value_size = 1.0f;
   bool value_sizes_differ = false;
+  float pinned_by = 1.0f;  // queries of pinned rows are so many times larger
 };
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -122,10 +123,11 @@ struct Problem {
     }
     const std::size_t heads = rows.size() * size(n_head());
     std::normal_distribution<float> normal;
-    for (std::vector<float>* x : {&q, &q_pinned}) {
-      for (std::size_t i = 0; i < heads; ++i) {  // each head has a size of its own
-        const float by = spec.query_size * std::exp2(normal(random) / 4.0f);
-        for (std::int32_t d = 0; d < spec.head_dim; ++d) x->push_back(by * normal(random));
+    for (std::size_t i = 0; i < heads; ++i) {  // each head has a size of its own
+      const float by = spec.query_size * std::exp2(normal(random) / 4.0f);
+      for (std::int32_t d = 0; d < spec.head_dim; ++d) {
+        q.push_back(by * normal(random));
+        q_pinned.push_back(by * spec.pinned_by * normal(random));
       }
     }
     for (std::size_t i = 0; i < heads * kEpochs; ++i) offsets.push_back(2.0f / scale() * normal(random));
@@ -222,7 +224,6 @@ struct Problem {
       worst = error <= worst ? worst : error;  // NaN too
     }
     CHECK(worst < kTolerance);
-    most_wrong = std::max(most_wrong, worst);
     CHECK(std::all_of(arrived.begin(), arrived.end(), [](unsigned n) { return n == 0; }));
     CHECK(report().bypasses == 0);
     if (quantizes) {
@@ -265,7 +266,6 @@ struct Problem {
   std::vector<cuda::DeviceRow> rows;
   std::vector<float> q, q_pinned, offsets, expected;
   std::vector<double> largest;  // by row: of its values
-  double most_wrong = 0.0;
 };
 
 void check(const Spec& spec) {
@@ -276,7 +276,6 @@ void check(const Spec& spec) {
   CAPTURE(spec.splits);
   Problem problem(spec);
   in_every_order([&] { problem.run(); });
-  if (std::getenv("PRINT_ERRORS")) MESSAGE("error ", problem.most_wrong);
 }
 
 // Sessions whose queries see that many positions.
@@ -291,12 +290,19 @@ std::vector<SessionSpec> lengths(std::vector<std::int64_t> n) {
 TEST_CASE("lengths around the ends of tiles and splits") {
   check({64, 2, 1, kInt8, kInt8, 1, lengths({1, 15, 16, 17, 63, 64, 65})});
   check({64, 1, 3, kF16, kF16, 3, lengths({1, 64, 65, 127, 128, 129, 193, 256})});
-  check({128, 1, 4, kInt8, kInt8, 2, lengths({1, 16, 64, 65, 128, 129})});
-  check({128, 2, 2, kF16, kF16, 4, lengths({2, 33, 100, 256})});
+  check({128, 1, 4, kInt8, kInt8, 2, lengths({16, 64, 65, 129})});
+  check({128, 2, 2, kF16, kF16, 4, lengths({33, 256})});
+}
+
+TEST_CASE("any number of splits") {
+  for (int splits = 1; splits <= 9; ++splits) {
+    CAPTURE(splits);
+    Problem({64, 1, 1, kInt8, kInt8, splits, {{448, 70, 0, 1, {1000}}, {448, 0, 0, 1, {200}}}}).run();
+  }
 }
 
 TEST_CASE("head sizes, formats and groups") {
-  const std::vector<SessionSpec> sessions = {{128, 17, 0, 4, {1000, 1001}}, {64, 5, 0, 1, {40}}};
+  const std::vector<SessionSpec> sessions = {{100, 17, 0, 4, {1000}}, {64, 5, 0, 1, {40}}};
   check({64, 1, 5, kInt8, kInt8, 2, sessions});
   check({80, 1, 2, kInt8, kInt8, 2, sessions});
   check({80, 2, 3, kF16, kF16, 1, sessions});  // groups that are no whole blocks
@@ -311,7 +317,7 @@ TEST_CASE("head sizes, formats and groups") {
 }
 
 TEST_CASE("groups of more than 8 heads") {
-  const std::vector<SessionSpec> sessions = {{128, 17, 0, 4, {1000, 1001}}};
+  const std::vector<SessionSpec> sessions = {{100, 17, 0, 4, {1000}}};
   check({128, 1, 16, kInt8, kInt8, 2, sessions});
   check({64, 2, 9, kF16, kF16, 1, sessions});
   check({96, 1, 12, kInt8, kInt8, 1, sessions});
@@ -394,6 +400,11 @@ TEST_CASE("queries and scales of any size") {
       check(spec);
     }
   }
+  // An attention sink: one key has nearly all the weight, and the others, small as they are, still count.
+  spec = {64, 1, 8, kInt8, kInt8, 1, {{256, 1, 0, 1, {1000}}}};
+  spec.value_size = 1e-3f;
+  spec.pinned_by = 10.0f;
+  check(spec);
 }
 
 // In one order: the counters do not depend on it, and the executor has 8192 keys to go through.
@@ -404,7 +415,7 @@ TEST_CASE("4096 positions: exactness, bytes and bank conflicts") {
     KvFormat format;
     std::int64_t position;
   };
-  for (const Shape& shape : {Shape{64, kInt8, 4095}, Shape{128, kInt8, 4095}, Shape{128, kInt8, 1'000'063},
+  for (const Shape& shape : {Shape{64, kInt8, 4095}, Shape{128, kInt8, 4095}, Shape{128, kInt8, 1'000'000},
                              Shape{128, kF16, 4095}, Shape{256, kInt8, 4095}, Shape{256, kF16, 4095}}) {
     CAPTURE(shape.head_dim);
     CAPTURE(static_cast<int>(shape.format));
@@ -429,7 +440,5 @@ TEST_CASE("4096 positions: exactness, bytes and bank conflicts") {
     }
     CHECK(busiest.requests >= static_cast<std::uint64_t>(kHeads * 4096 / 16 * shape.head_dim / 16));
     CHECK(busiest.wavefronts == busiest.least_wavefronts);
-    if (std::getenv("PRINT_ERRORS"))
-      MESSAGE("bytes over floor ", static_cast<double>(bytes) / floor, " error ", problem.most_wrong);
   }
 }

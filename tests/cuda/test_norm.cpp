@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -31,7 +32,9 @@ std::vector<float> random_floats(std::int64_t n, unsigned seed, float around = 0
   return values;
 }
 
-bool same_bits(float a, float b) { return bits_as<std::uint32_t>(a) == bits_as<std::uint32_t>(b); }
+bool same_bits(float a, float b) {
+  return std::bit_cast<std::uint32_t>(a) == std::bit_cast<std::uint32_t>(b);
+}
 
 void check_no_bypass() {
   CHECK(simt::report().bypasses == 0);
@@ -119,7 +122,7 @@ double root_mean_square(const float* x, int n, float eps) {
 }  // namespace
 
 TEST_CASE("to_quantized has the codes of the CPU and the squares before the weight") {
-  for (const int cols : {32, 300, 2048 + 16}) {
+  for (const int cols : {32, 1024 + 12}) {
     CAPTURE(cols);
     constexpr int kRows = 4;
     std::vector<float> x = random_floats(kRows * cols, 1);
@@ -162,7 +165,7 @@ TEST_CASE("to_quantized: what is no number stays none") {
 }
 
 TEST_CASE("to_halves") {
-  for (const int cols : {32, 100, 1600}) {
+  for (const int cols : {100, 1600}) {
     CAPTURE(cols);
     constexpr int kRows = 6;
     std::vector<float> x = random_floats(kRows * cols, 4);
@@ -213,7 +216,7 @@ TEST_CASE("to_halves") {
 }
 
 TEST_CASE("add_normed") {
-  for (const int cols : {64, 300, 1536}) {
+  for (const int cols : {300, 1536}) {
     CAPTURE(cols);
     constexpr int kRows = 3;
     const std::vector<float> x = random_floats(kRows * cols, 6), y = random_floats(kRows * cols, 7, 0.5f);

@@ -23,7 +23,8 @@ __global__ void blocks_as_numbers(DeviceMatrix w, float* floats, half2* halves) 
   dequantize_block<kType>(w, i / blocks, i % blocks, values);
   dequantize_block<kType>(w, i / blocks, i % blocks, pairs);
   for (int j = 0; j < kBlock; ++j) st_global(floats + i * kBlock + j, values[j]);
-  for (int j = 0; j < kBlock / 2; ++j) st_global(halves + i * kBlock / 2 + j, pairs[j]);
+  auto* const words = reinterpret_cast<std::uint32_t*>(halves) + i * kBlock / 2;
+  for (int j = 0; j < kBlock / 2; ++j) st_global(words + j, bits_as<std::uint32_t>(pairs[j]));
 }
 
 void check_round_trip(gguf::DType type, int rows, int cols) {

@@ -44,6 +44,7 @@ struct Problem {
   std::vector<std::uint16_t> k_scales, v_scales;
   std::vector<double> expected;
   std::vector<double> largest_v;  // by KV head: of any seen value
+  simt::BufferCount of_k{};       // by the last run
 
   int n_head() const { return c.group * c.n_head_kv; }
 
@@ -152,10 +153,10 @@ struct Problem {
   }
 
   // The largest error of any element, in parts of the largest |v| of its head.
-  double run() const {
+  double run() {
     const auto bytes = [](const std::vector<std::uint16_t>& x) {
       std::vector<std::uint8_t> b(2 * x.size());
-      std::memcpy(b.data(), x.data(), b.size());
+      if (!b.empty()) std::memcpy(b.data(), x.data(), b.size());
       return b;
     };
     simt::Buffer<std::uint8_t> k_device("k", k), v_device("v", v),
@@ -198,6 +199,7 @@ struct Problem {
       worst = std::max(worst, std::isnan(error) ? std::numeric_limits<double>::infinity() : error);
     }
     CHECK(simt::report().bypasses == 0);
+    of_k = simt::report().buffer("k");
     return worst;
   }
 };
@@ -269,10 +271,34 @@ TEST_CASE("prefill attention: offsets of centred keys, soft caps, small and larg
 }
 
 TEST_CASE("prefill attention: every order") {
-  const Problem pinned({64, 3, 2, 25, 70, 60, 9, 64, kInt8, kInt8, true, 20.0f}, 80);
-  const Problem halves({80, 2, 1, 9, 40, 64, 3, 64, kF16, kF16}, 81);
+  Problem pinned({64, 3, 2, 25, 70, 60, 9, 64, kInt8, kInt8, true, 20.0f}, 80);
+  Problem halves({80, 2, 1, 9, 40, 64, 3, 64, kF16, kF16}, 81);
   simt::in_every_order([&] {
     CHECK(pinned.run() < kTolerance);
     CHECK(halves.run() < kTolerance);
   });
+}
+
+TEST_CASE("prefill attention: sectors and bank conflicts") {
+  for (const int head_dim : {64, 80, 96, 128, 256}) {
+    for (const KvFormat format : {kInt8, kF16}) {
+      Problem problem({head_dim, 4, 1, 16, 192, 256, 64, 256, format, format}, 90);
+      simt::reset_report();
+      CHECK(problem.run() < kTolerance);
+      int lines = 0;
+      for (const simt::LineCount& line : simt::report().lines) {
+        if (line.file != "prefill_attention.h") continue;
+        CAPTURE(line.line);
+        ++lines;
+        // Rows of 80 and 96 elements are not whole turns of the banks: stores that cross from one to the
+        // next.
+        CHECK(line.wavefronts <= line.least_wavefronts * (head_dim % 64 == 0 ? 1 : 2));
+        if (line.requests > 100) CHECK(line.sectors <= line.least_sectors * 5 / 4);
+      }
+      CHECK(lines > 10);
+      // Every byte of the rows that a block sees, once: 208 positions, a block.
+      CHECK(problem.of_k.bytes_read == problem.of_k.unique_read);
+      CHECK(problem.of_k.unique_read == 208 * size(head_dim) * element_bytes(format));
+    }
+  }
 }

@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -99,7 +100,7 @@ void check_heads(std::span<const float> got, std::span<const float> expected, st
 }
 
 bool untouched(std::span<const float> x) {
-  return std::ranges::all_of(x, [](float v) { return cuda::bits_as<std::uint32_t>(v) == 0xffffffffu; });
+  return std::ranges::all_of(x, [](float v) { return std::bit_cast<std::uint32_t>(v) == 0xffffffffu; });
 }
 
 struct Outputs {

@@ -211,7 +211,7 @@ def test_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     called = {name for name in vars(Driver) if name.startswith("cu")}
     assert called <= set(dir(driver))
     for attribute in fake_cuda.Attribute:
-        assert driver.CUdevice_attribute[attribute.name].value == attribute.value
+        assert getattr(driver.CUdevice_attribute, attribute.name).value == attribute.value
     assert driver.CUresult.CUDA_ERROR_NO_DEVICE.value == fake_cuda.Result.CUDA_ERROR_NO_DEVICE
     device.describe_devices()
 

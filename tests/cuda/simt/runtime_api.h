@@ -19,6 +19,8 @@
 
 #include "simt/simt.h"
 
+#if !defined(__CUDACC__)
+
 // ---- names and numbers of CUDA 12 and 13
 
 // X(name, number, text)
@@ -86,6 +88,12 @@ enum cudaDeviceAttr {
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
   cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+
+constexpr int CUDART_VERSION = 12060;
+
+struct cudaFuncAttributes {
+  int numRegs, maxThreadsPerBlock;
 };
 
 enum cudaStreamCaptureMode {
@@ -183,9 +191,16 @@ namespace simt {
 cudaError_t set_function_attribute(const void* function, cudaFuncAttribute attribute, int value);
 }
 template <class T>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, T*) {
+  *attributes = {64, 1024};  // every kernel is there
+  return cudaSuccess;
+}
+template <class T>
 cudaError_t cudaFuncSetAttribute(T* function, cudaFuncAttribute attribute, int value) {
   return simt::set_function_attribute(reinterpret_cast<const void*>(function), attribute, value);
 }
+
+#endif
 
 // ---- what tests set
 

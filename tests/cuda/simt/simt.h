@@ -34,6 +34,8 @@
 //
 // One host thread at a time, one device, and nothing at the same time as anything else: streams run late at
 // most (runtime_api.h). A fault leaves device memory as it was at that moment.
+//
+// nvcc compiles the same tests for a GPU, where gpu/device.cu defines what is declared here: kHardware.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +48,11 @@
 #include <utility>
 #include <vector>
 
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#else
 #include "simt/builtins.h"
+#endif
 
 namespace simt {
 
@@ -79,6 +85,14 @@ class Fault : public std::runtime_error {
 
 constexpr bool kRaceBuild =
 #if defined(SIMT_RACES)
+    true;
+#else
+    false;
+#endif
+
+// On a GPU there is one order, its own, and nothing is counted.
+constexpr bool kHardware =
+#if defined(__CUDACC__)
     true;
 #else
     false;

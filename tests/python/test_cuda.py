@@ -1,0 +1,76 @@
+"""Every architecture and weight type with device="cuda", against the CPU: on a GPU, or on the host by the
+executor of CUDA kernels, where RINGLM_CUDA_LIBRARY names libringlm_cuda_executor.so (docs/cuda.md)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family_sessions import PLAIN, TEXT, fed, reloaded
+from random_family import FAMILIES, write
+from random_llama import Array
+from ringlm import DeviceError, _core
+
+pytestmark = pytest.mark.gpu
+
+#: Largest difference over largest logit. Decode multiplies in integers of 16 bits; a prefill, in f16.
+CLOSE = 5e-3
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def open_model(path: str, device: str, **options: Any) -> Any:
+    try:
+        return _core.Model(Path(path), 2, device, **options)
+    except DeviceError as error:
+        if "RINGLM_CUDA_LIBRARY" in os.environ:
+            raise
+        pytest.skip(str(error))
+
+
+def difference(found: Array, expected: Array) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def compare(path: str, pieces: list[int], n: int, **options: Any) -> float:
+    """Of a whole text. In f16: codes of INT8 rows that round the other way would make it larger."""
+    logits = []
+    for device in ("cuda", "cpu"):
+        session = _core.Session(open_model(path, device), kv_k="f16", kv_v="f16", chunk=16, **options)
+        logits.append(fed(session, TEXT[:n], pieces))
+    return difference(*logits)
+
+
+def compare_int8(path: str, n: int, **options: Any) -> float:
+    """Of some tokens on the same INT8 rows, that the CPU has computed from the n tokens before."""
+    here = _core.Session(open_model(path, "cpu"), kv_k="int8", kv_v="int8", chunk=16, **options)
+    here.prefill(TEXT[:n])
+    there = reloaded(here, open_model(path, "cuda"))
+    return difference(fed(there, TEXT[n : n + 3], [1]), fed(here, TEXT[n : n + 3], [1]))
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_an_architecture(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", FAMILIES[name].with_(head_dim=64, types=PLAIN))
+    # A short prefill, one of several chunks of which the last is short too, and tokens one by one.
+    assert compare(path, [5, 20, 1, 1], 28) < CLOSE
+    assert compare_int8(path, 30) < CLOSE
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_of_weights(name: str, tmp_path: Path) -> None:
+    family = FAMILIES["llama"].with_(head_dim=64, n_embd=256, n_ff=512, types={"default": name})
+    assert compare(write(tmp_path / "m.gguf", family), [12, 3, 1], 16) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "n_head", "n_head_kv"), [(64, 7, 1), (80, 3, 1), (96, 4, 4), (128, 12, 1), (256, 2, 1)]
+)
+def test_a_head_size_and_group(head_dim: int, n_head: int, n_head_kv: int, tmp_path: Path) -> None:
+    family = FAMILIES["llama"].with_(head_dim=head_dim, n_head=n_head, n_head_kv=n_head_kv, types=PLAIN)
+    path = write(tmp_path / "m.gguf", family)
+    options = {"n_ctx": 20, "pinned": 4, "overflow": "slide"}
+    assert compare(path, [14, 1, 1], 32, **options) < CLOSE
+    assert compare_int8(path, 33, **options) < CLOSE
