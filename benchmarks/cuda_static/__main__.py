@@ -81,6 +81,10 @@ class Loops:
             code = sass.functions(toolchain.disassemble(c.cubin, wanted))
             for mangled, kernel in wanted.items():
                 self.add(c.sm, kernel, code[mangled])
+        if not (self.attention.keys() == self.products.keys() == {arch.sm for arch in ARCHS}):
+            raise ToolError(
+                "there is no attend_kernel of INT8 and head size 128, or no gemv_rows: see `wants`"
+            )
 
     @staticmethod
     def wants(kernel: Kernel) -> bool:
@@ -119,9 +123,8 @@ class Loops:
 
     def product_table(self, bars: Bars) -> str:
         rows = []
-        for kind, M in self.products[ARCHS[0].sm]:
-            if kind not in FOUR_BITS:
-                continue
+        four_bits = [(kind, M) for kind, M in self.products[ARCHS[0].sm] if kind in FOUR_BITS]
+        for kind, M in sorted(four_bits, key=lambda of: (of[1], of[0])):
             row: list[object] = [f"{kind}, M {'= 1' if M == 1 else f'to {M}, all {M}'}"]
             for arch in ARCHS:
                 n, each = self.products[arch.sm][kind, M]
@@ -134,7 +137,7 @@ class Loops:
                         each <= budget, f"gemv of {kind}: {each:.2f} on {device.name}, {budget:.1f} fit"
                     )
             rows.append(row)
-        return table(self.head("product", Q4_BYTES, 32), sorted(rows, key=lambda row: "to" in str(row[0])))
+        return table(self.head("product", Q4_BYTES, 32), rows)
 
     @staticmethod
     def head(first: str, n_bytes: float, lanes: int) -> list[str]:
@@ -232,7 +235,7 @@ def main() -> int:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 bars = report(Path(folder))
-    except ToolError as error:
+    except (ToolError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for missed in bars.missed:
