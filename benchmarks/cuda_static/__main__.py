@@ -81,6 +81,10 @@ class Loops:
             code = sass.functions(toolchain.disassemble(c.cubin, wanted))
             for mangled, kernel in wanted.items():
                 self.add(c.sm, kernel, code[mangled])
+        if not (self.attention.keys() == self.products.keys() == {arch.sm for arch in ARCHS}):
+            raise ToolError(
+                "there is no attend_kernel of INT8 and head size 128, or no gemv_rows: see `wants`"
+            )
 
     @staticmethod
     def wants(kernel: Kernel) -> bool:
@@ -119,9 +123,8 @@ class Loops:
 
     def product_table(self, bars: Bars) -> str:
         rows = []
-        for kind, M in self.products[ARCHS[0].sm]:
-            if kind not in FOUR_BITS:
-                continue
+        four_bits = [(kind, M) for kind, M in self.products[ARCHS[0].sm] if kind in FOUR_BITS]
+        for kind, M in sorted(four_bits, key=lambda of: (of[1], of[0])):
             row: list[object] = [f"{kind}, M {'= 1' if M == 1 else f'to {M}, all {M}'}"]
             for arch in ARCHS:
                 n, each = self.products[arch.sm][kind, M]
@@ -134,7 +137,7 @@ class Loops:
                         each <= budget, f"gemv of {kind}: {each:.2f} on {device.name}, {budget:.1f} fit"
                     )
             rows.append(row)
-        return table(self.head("product", Q4_BYTES, 32), sorted(rows, key=lambda row: "to" in str(row[0])))
+        return table(self.head("product", Q4_BYTES, 32), rows)
 
     @staticmethod
     def head(first: str, n_bytes: float, lanes: int) -> list[str]:
@@ -161,20 +164,22 @@ is that of a full multiprocessor, with the largest block that the launch bounds 
 attention and gemv.
 """
 ATTENTION = f"""
-From the executor: 4,096 tokens, 2 KV heads with 1, 4, 7, 8 or 16 heads each; the worst of these. The floor
-is K and V with their scales, as the cache has them. K, V and scales count by the sectors that loads touch;
-all else, which is small and comes from L1 and L2 when it comes again, by its bytes. At head size 256 a
-group of more than 8 heads reads K and V once for every 8, beside one another and so from L2: that counts
-once. `sectors`: those of K and V that are read, for one that their bytes fill. Partial sums, written and
-read within microseconds, are in no other column: over the floor, of groups of 4 / 8 / 16, with the splits
-for 8 and for 40 multiprocessors. Bars: {counts.MOST} for K, V, scales and all else, 1 for `sectors`,
+From the executor: 4,096 tokens, 2 KV heads with 1, 4, 7, 8 or 16 heads each; the worst of these. K, V and
+scales count by the sectors that loads touch, over their bytes in the cache; all else, which is small and
+comes from L1 and L2 when it comes again, by its bytes, over those of the cache too. The floor is what any
+kernel has to move: the cache, and q and the output in float32 once. At head size 256 a group of more than 8
+heads reads K and V once for every 8, in blocks beside one another and so from L2: that counts once.
+`sectors`: those of K and V that are read, for one that their bytes fill. Partial sums, written and read
+within microseconds, are in no other column: over the cache's bytes, for groups of 4 / 8 / 16, with the
+splits for 8 and for 40 multiprocessors. Bars: {counts.MOST} of the floor, 1 for `sectors`,
 {counts.MOST_WAVEFRONTS:.0f} for bank conflicts.
 """
 GEMV = f"""
 From the executor: 64 rows of {counts.ROWS_7B} with 4096 and with 14336 columns, M = 1 and 8; the worst of
-these. The floor is the weights as the file has them. The weights count by sectors; the input, once for all
-rows, and the output by their bytes. `input from L1`: sectors of the input that warps load, over those of
-the weights. Bars: {counts.MOST}, 1 for `sectors`, {counts.MOST_WAVEFRONTS:.0f} for bank conflicts.
+these. The weights count by sectors, over their bytes in the file; the input, once for all {counts.ROWS_7B}
+rows, and the output by their bytes. The floor is the weights as the file has them, and input and output in
+float32 once. `input from L1`: sectors of the input that warps load, over those of the weights. Bars:
+{counts.MOST} of the floor, 1 for `sectors`, {counts.MOST_WAVEFRONTS:.0f} for bank conflicts.
 """
 ATTENTION_LOOP = f"""
 From the SASS: INT8, head size 128. `loop` is the innermost loop with the products, all of it, what is
@@ -230,7 +235,7 @@ def main() -> int:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 bars = report(Path(folder))
-    except ToolError as error:
+    except (ToolError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for missed in bars.missed:

@@ -50,14 +50,17 @@ LLAMA = Model("Llama-3-8B", 32, 4096, 32, 8, 128, 14336, 128256)
 NOTHING = "no published figure found"
 PUBLISHED = {
     (QWEN.name, NANO.name): "llama.cpp 32.1 [1]",
-    (LLAMA.name, NANO.name): "MLC 19.1 [2]",
-    (LLAMA.name, AGX.name): f"{NOTHING}; Llama 2 7B: llama.cpp 22.5 [3]",
+    (QWEN.name, AGX.name): f"{NOTHING}; Qwen2.5-3B-VL: TensorRT Edge-LLM 71.8 [2]",
+    (LLAMA.name, NANO.name): "MLC 19.1 [3]",
+    (LLAMA.name, AGX.name): f"{NOTHING}; Llama 2 7B: llama.cpp 22.5 [4], Qwen3 8B: llama.cpp about 25 [5]",
 }
 SOURCES = (
     "[1] github.com/paiml/realizar, issue 120: Qwen2.5-Coder-1.5B, Q4_K_M, Orin Nano 8GB at 102 GB/s.",
-    "[2] NVIDIA's blog, Jetson Orin Nano Developer Kit Gets a Super Boost: Llama 3.1 8B, INT4, by MLC\n"
+    "[2] github.com/NVIDIA/TensorRT-Edge-LLM, issue 60: a user's W4A16, AGX Orin 64GB.",
+    "[3] NVIDIA's blog, Jetson Orin Nano Developer Kit Gets a Super Boost: Llama 3.1 8B, INT4\n"
     "  (as github.com/msmcs-robotics/WayfindR-driver quotes it).",
-    "[3] github.com/nvidia-holoscan/holohub, issue 170: Llama 2 7B, 4 bits, integrated GPU of IGX Orin.",
+    "[4] github.com/nvidia-holoscan/holohub, issue 170: 4 bits, integrated GPU of IGX Orin.",
+    "[5] github.com/OpenBMB/MiniCPM, issue 331: Q4_K_M, a user's AGX Orin.",
     "TensorRT Edge-LLM's documentation has tables for these Jetsons (Performance Benchmarks, 0.9.1 on);\n"
     "  they are not repeated here.",
 )

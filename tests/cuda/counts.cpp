@@ -27,10 +27,11 @@ const char* name(simt::Op op) {
   return kNames[static_cast<int>(op)];
 }
 
-// `what`: members of the object that name the case. floor: bytes as the file or the cache has them.
-void print(const std::string& what, std::size_t floor) {
+// `what`: a member of the object that names the case. floor: bytes as the file or the cache has them.
+// operands: of the inputs and outputs in float32.
+void print(const std::string& what, std::size_t floor, std::size_t operands) {
   const simt::Report report = simt::report();
-  std::printf("{%s, \"floor\": %zu, \"buffers\": [", what.c_str(), floor);
+  std::printf("{%s, \"floor\": %zu, \"operands\": %zu, \"buffers\": [", what.c_str(), floor, operands);
   const char* comma = "";
   for (const simt::BufferCount& b : report.buffers) {
     std::printf(
@@ -76,14 +77,16 @@ void count_attention(KvFormat format, int head_dim, int group, int n_sm, std::mt
       {KvLayer{k.data(), v.data(), int8 ? reinterpret_cast<std::uint8_t*>(k_scales.data()) : nullptr,
                int8 ? reinterpret_cast<std::uint8_t*>(v_scales.data()) : nullptr, kTokens, 0, kTokens}});
   simt::Buffer<DeviceRow> row("row", {DeviceRow{kTokens - 1, kTokens, layer.data(), 0}});
-  simt::Buffer<float> q("q", quantized::random_floats(size(width), random)), att("att", size(width));
+  const std::vector<float> query = quantized::random_floats(size(width), random);
+  simt::Buffer<float> q("q", query), q_pinned("q_pinned", query), att("att", size(width));
   quantized::Rows out("out", 1, width);
   Config c{};
   c.n_head_kv = kKvHeads;
   Attend a{};
   a.rows = row.data();
   a.M = 1;
-  a.q = a.q_pinned = q.data();
+  a.q = q.data();
+  a.q_pinned = q_pinned.data();
   a.n_head = n_head;
   a.n_head_kv = kKvHeads;
   a.head_dim = head_dim;
@@ -101,7 +104,7 @@ void count_attention(KvFormat format, int head_dim, int group, int n_sm, std::mt
   print("\"attend\": {\"format\": \"" + std::string(int8 ? "int8" : "f16") +
             "\", \"head_dim\": " + std::to_string(head_dim) + ", \"group\": " + std::to_string(group) +
             ", \"sms\": " + std::to_string(n_sm) + "}",
-        2 * rows * (row_bytes + scale_bytes(format)));
+        2 * rows * (row_bytes + scale_bytes(format)), 2 * size(width) * sizeof(float));
 }
 
 void count_product(gguf::DType type, int cols, int M, std::mt19937& random) {
@@ -124,7 +127,7 @@ void count_product(gguf::DType type, int cols, int M, std::mt19937& random) {
   print("\"gemv\": {\"type\": \"" + std::string(gguf::traits(type).name) +
             "\", \"cols\": " + std::to_string(cols) + ", \"rows\": " + std::to_string(kRows) +
             ", \"M\": " + std::to_string(M) + "}",
-        file.size());
+        file.size(), size(M * (cols + kRows)) * sizeof(float));
 }
 
 }  // namespace

@@ -163,7 +163,7 @@ def attention(**change: int) -> dict[str, object]:
         **change,
     }
     line = {"at": "x.h:1", "op": "shared load", "wavefronts": 6, "least_wavefronts": 2}
-    return {"attend": {"group": 1}, "floor": 640, "buffers": [k], "lines": [line]}
+    return {"attend": {"group": 1}, "floor": 640, "operands": 8, "buffers": [k], "lines": [line]}
 
 
 def test_counts() -> None:
