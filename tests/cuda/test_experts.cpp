@@ -46,7 +46,7 @@ void check_route(const Case& r, const std::vector<float>& scores, const std::vec
   a.routing.experts = experts;
   a.routing.weights = weights;
   for (std::size_t m = 0; m < M; ++m) {
-    choose_experts(c, {rows, a}, m, std::span(scores).subspan(m * size(r.n_expert), size(r.n_expert)),
+    choose_experts(c, {rows, a, {}}, m, std::span(scores).subspan(m * size(r.n_expert), size(r.n_expert)),
                    shared[m]);
   }
   simt::in_every_order([&] {

@@ -167,7 +167,8 @@ struct Fixture {
     Activations a;
     a.q = o.q, a.q_pinned = o.q_pinned, a.k = o.k, a.v = o.v, a.offsets = o.offsets;
     a.angles[0] = {own, pinned, epochs};
-    make_reference_ops()->rope_append(c, w, kLayer, {rows, a});
+    std::vector<std::uint8_t> bad(rows.size());
+    make_reference_ops()->rope_append(c, w, kLayer, {rows, a, bad});
     return o;
   }
 
