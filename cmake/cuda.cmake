@@ -44,6 +44,9 @@ function(ringlm_cuda_door target)
 endfunction()
 
 if(NOT RINGLM_CUDA)
+  if(RINGLM_CUDA_GPU_TESTS)
+    message(FATAL_ERROR "RINGLM_CUDA_GPU_TESTS needs RINGLM_CUDA=ON")
+  endif()
   return()
 endif()
 

@@ -1,5 +1,7 @@
 #include "cuda/cuda_ops.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -38,6 +40,11 @@ void check_config(const Config& c) {
                                 " elements; on a GPU there are 64, 80, 96, 128 and 256. Run it with "
                                 "device=\"cpu\"");
   }
+  if (c.n_expert > kMostExperts) {
+    throw UnsupportedModelError("the model's layers have " + std::to_string(c.n_expert) +
+                                " experts; on a GPU there are up to " + std::to_string(kMostExperts) +
+                                ". Run it with device=\"cpu\"");
+  }
 }
 
 class CudaOps final : public Ops, public Device {
@@ -66,10 +73,12 @@ class CudaOps final : public Ops, public Device {
   std::size_t staging_bytes(std::int64_t M) const override { return Region::staging_bytes(config_, M); }
   std::unique_ptr<DeviceRegion> allocate(std::size_t bytes, std::size_t host_bytes, std::int64_t M) override {
     use_device(info_.index);
-    auto region = std::make_unique<Region>(config_, bytes, host_bytes, M, [this](Region* gone) {
-      const std::lock_guard lock(mutex_);
-      regions_.erase(gone->bytes().data());
-    });
+    auto region =
+        std::make_unique<Region>(config_, bytes, host_bytes, M, [this, owner = ::getpid()](Region* gone) {
+          if (::getpid() != owner) return;  // a child of fork(): the lock may be held by nobody who is there
+          const std::lock_guard lock(mutex_);
+          regions_.erase(gone->bytes().data());
+        });
     const std::lock_guard lock(mutex_);
     regions_[region->bytes().data()] = region.get();
     return region;
@@ -85,12 +94,13 @@ class CudaOps final : public Ops, public Device {
   // ---- a step
 
   void begin(const Config& c, const Step& s, bool looks) override {
-    use_device(info_.index);
+    select_device(info_.index);
     Region& r = region(s);
     r.place(c, info_.n_sm, s);
     r.begin(c, s, looks, options_.graph, [this](const kv::Cache& cache) { return layers_of(cache); });
   }
   void finish(const Config& c, const Step& s) override { region(s).finish(c, s); }
+  void abandon(const Step& s) noexcept override { region(s).abandon(); }
   void synchronize(const Step& s) override { region(s).synchronize(config_, s); }
 
   void embed(const Config& c, const Weights&, const Step& s) override {
@@ -157,8 +167,8 @@ class CudaOps final : public Ops, public Device {
         a.k_format = cache.layout().k_format, a.v_format = cache.layout().v_format;
         a.scale = c.attention_scale, a.softcap = c.attn_softcap;
         a.att = s.a.att.data() + first * c.q_dim();
-        a.splits = attend_splits(c, n, info_.n_sm), a.partial = to.partial, a.arrived = to.arrived;
-        if (most == count && !few(s)) {
+        a.splits = attend_splits(c, info_.n_sm), a.partial = to.partial, a.arrived = to.arrived;
+        if (one_text && !few(s)) {
           prefill_attention(a, stream(s));
           continue;
         }
@@ -213,9 +223,9 @@ class CudaOps final : public Ops, public Device {
     const Scratch& to = scratch(s);
     if (!w.experts.empty()) return experts_gate_up(c, l, s);
     if (few(s)) {
-      Gemv a = gate_up_of(c, l.ff, normed(to.embd, l.ffn_norm), rows(s), without_squares(to.ff));
-      if (region(s).looks) a.y[0] = s.a.gate.data();
-      return gemv(a, stream(s));
+      return multiply_gate_up(
+          s, gate_up_of(c, l.ff, normed(to.embd, l.ffn_norm), rows(s), without_squares(to.ff)),
+          s.a.gate.data(), s.a.up.data());
     }
     const Halves x = halves(s, s.a.x.data(), c.n_embd, l.ffn_norm);
     multiply(s, {l.ff.gate, l.ff.gate_bias, s.a.gate.data()}, x);
@@ -353,6 +363,22 @@ class CudaOps final : public Ops, public Device {
     return a;
   }
 
+  // gate, up: where they go in float32, if they have to.
+  void multiply_gate_up(const Step& s, Gemv a, float* gate, float* up) const {
+    if (a.w[0].type == a.w[1].type) {
+      if (region(s).looks) a.y[0] = gate;
+      return gemv(a, stream(s));
+    }
+    Gemv one = a;
+    one.end = End::Store, one.n = 1, one.y[0] = gate;
+    gemv(one, stream(s));
+    one.w[0] = a.w[1], one.bias[0] = a.bias[1], one.y[0] = up;
+    gemv(one, stream(s));
+    const int n = a.experts ? a.M * a.slots : a.M, n_ff = a.w[0].rows;
+    gate_up(gate, up, n, n_ff, a.activation, stream(s));
+    to_quantized({gate, nullptr, n, n_ff, nullptr, 0.0f}, a.next, stream(s));
+  }
+
   // Rows of activations as the input of gemm, after a norm where there is one.
   Halves halves(const Step& s, const float* x, std::int32_t cols, const float* norm) const {
     const Scratch& to = scratch(s);
@@ -404,13 +430,11 @@ class CudaOps final : public Ops, public Device {
       const std::int64_t slot = first * c.n_expert_used;
       Gemv a = gate_up_of(c, l.experts, x, n, without_squares(from_row(to.slots, slot)));
       a.experts = s.a.routing.experts.data() + slot, a.slots = c.n_expert_used;
-      if (region(s).looks) a.y[0] = s.a.gate.data() + slot * c.n_ff_expert;
-      gemv(a, stream(s));
+      multiply_gate_up(s, a, s.a.gate.data() + slot * c.n_ff_expert, s.a.up.data() + slot * c.n_ff_expert);
       if (c.n_ff_shared == 0) return;
-      Gemv b = gate_up_of(c, l.shared, x, n, without_squares(from_row(to.shared, first)));
-      if (region(s).looks)
-        b.y[0] = s.a.gate.data() + rows(s) * c.n_expert_used * c.n_ff_expert + first * c.n_ff_shared;
-      gemv(b, stream(s));
+      const std::int64_t at = rows(s) * c.n_expert_used * c.n_ff_expert + first * c.n_ff_shared;
+      multiply_gate_up(s, gate_up_of(c, l.shared, x, n, without_squares(from_row(to.shared, first))),
+                       s.a.gate.data() + at, s.a.up.data() + at);
     });
   }
 

@@ -16,7 +16,6 @@
 
 namespace ringlm::cuda {
 
-constexpr int kMostExperts = 512;
 constexpr int kMixThreads = 128;
 
 __global__ void __launch_bounds__(32) route_kernel(Route a) {

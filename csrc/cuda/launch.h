@@ -33,11 +33,12 @@ using Stream = cudaStream_t;
 using Stream = simt::Stream;
 #endif
 
-constexpr int kBlock = 32;     // columns that share a scale
-constexpr int kGroupRows = 4;  // rows of a matrix that lie together (pack.h)
-constexpr int kMostRows = 8;   // rows of a step that gemv takes
-constexpr int kEpochs = 3;     // ops/ops.h: own, previous, of the pinned rows
-constexpr int kTopK = 64;      // most candidates that top_k gives
+constexpr int kBlock = 32;         // columns that share a scale
+constexpr int kGroupRows = 4;      // rows of a matrix that lie together (pack.h)
+constexpr int kMostRows = 8;       // rows of a step that gemv takes
+constexpr int kEpochs = 3;         // ops/ops.h: own, previous, of the pinned rows
+constexpr int kMostExperts = 512;  // of a layer
+constexpr int kTopK = 64;          // most candidates that top_k gives
 
 __host__ __device__ constexpr int blocks_of(int cols) { return (cols + kBlock - 1) / kBlock; }
 
@@ -75,7 +76,7 @@ struct Quantized {
   float* squares;       // [M, blocks] sum of x^2 before the norm's weight; null where there is no norm
   std::int32_t cols;
 
-  // Bytes of the three for M rows; each begins at a multiple of 256 bytes.
+  // Bytes of the three for M rows; each begins at a multiple of 16 bytes.
   static constexpr std::size_t digit_bytes(int cols, std::int64_t M) {
     return static_cast<std::size_t>(M) * static_cast<std::size_t>(blocks_of(cols)) * 64;
   }

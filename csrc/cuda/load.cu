@@ -150,7 +150,7 @@ Sizes measure(const Weights& w) {
   }
   throw UnsupportedModelError("the model has matrices of type " + names(all.refused) +
                               ", which the CUDA backend does not compute with; it does with " + names(taken) +
-                              ": make such a file with `ringlm quantize`, or use backend='cpu'");
+                              ": make such a file with `ringlm quantize`, or use device='cpu'");
 }
 
 // ---- second pass
@@ -240,7 +240,7 @@ void check_room(std::size_t weights, std::size_t staging) {
                     host::format_bytes(there) + " of " + host::format_bytes(gpu.total_memory) +
                     " is available on " + gpu.name +
                     ": choose a model with fewer parameters or fewer bits a weight (`ringlm quantize`), end "
-                    "what else uses the memory, or use backend='cpu'");
+                    "what else uses the memory, or use device='cpu'");
 }
 
 }  // namespace

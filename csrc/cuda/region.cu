@@ -39,10 +39,9 @@ Upload::Upload(const Config& c, std::int64_t M, std::uint8_t* base) {
   bytes = places.used();
 }
 
-int attend_splits(const Config& c, std::int64_t M, int n_sm) {
+int attend_splits(const Config& c, int n_sm) {
   // About four blocks on every multiprocessor: enough loads under way to fill the memory's bandwidth.
-  const std::int64_t blocks = 4 * std::int64_t{n_sm}, there = c.n_head_kv * M;
-  return static_cast<int>(std::max<std::int64_t>(1, (blocks + there - 1) / there));
+  return std::max(1, (4 * n_sm + c.n_head_kv - 1) / c.n_head_kv);
 }
 
 Scratch::Scratch(const Config& c, std::int64_t M, int n_sm, std::uint8_t* base) {
@@ -59,15 +58,10 @@ Scratch::Scratch(const Config& c, std::int64_t M, int n_sm, std::uint8_t* base) 
   const std::int32_t widest = std::max({c.n_embd, c.q_dim(), c.n_ff});
   halves = places.take<half>(M > kMostRows ? size(M) * size(blocks_of(widest)) * size(kBlock) : 0);
   half_steps = places.take<float>(M > kMostRows ? size(M) : 0);
-  std::size_t floats = 0;
-  for (std::int64_t m = 1; m <= few; ++m) {
-    Attend a{};
-    a.M = static_cast<int>(m);
-    a.n_head = c.n_head, a.n_head_kv = c.n_head_kv, a.head_dim = c.head_dim;
-    a.splits = attend_splits(c, m, n_sm);
-    floats = std::max(floats, attend_partial_floats(a));
-  }
-  partial = places.take<float>(floats);
+  Attend a{};
+  a.M = static_cast<int>(few), a.splits = attend_splits(c, n_sm);
+  a.n_head = c.n_head, a.n_head_kv = c.n_head_kv, a.head_dim = c.head_dim;
+  partial = places.take<float>(attend_partial_floats(a));
   arrived = places.take<unsigned>(size(kMostRows) * size(c.n_head_kv + 1));
   logits = places.take<float>(size(few) * size(c.n_vocab));
   candidates = places.take<Candidates>(size(few));
@@ -137,11 +131,7 @@ void Region::upload(const Config& c, const Step& s, const LayersOf& layers_of) {
 
 void Region::begin(const Config& c, const Step& s, bool somebody_looks, bool graph,
                    const LayersOf& layers_of) {
-  // What an earlier step that threw has left.
-  if (way == Way::Capture) Graph::abandon(stream.get());
-  if (busy_) stream.synchronize("a step");
   way = Way::Direct;
-  busy_ = true;
   looks = somebody_looks;
 
   upload(c, s, layers_of);
@@ -177,9 +167,18 @@ void Region::finish(const Config& c, const Step& s) {
     }
   }
   stream.synchronize("a step");
-  busy_ = false;
   way = Way::Direct;
   take_bad(s);
+}
+
+// Nothing of the step may still run when another one begins, of this session or of one that shares its rows.
+void Region::abandon() noexcept {
+  if (way == Way::Capture) Graph::abandon(stream.get());
+  way = Way::Direct;
+  try {
+    stream.synchronize("a step");
+  } catch (...) {  // what is wrong with the device, the next step will say
+  }
 }
 
 void Region::synchronize(const Config& c, const Step& s) {

@@ -16,7 +16,8 @@
 
 namespace ringlm::cuda {
 
-// Carves arrays in declaration order, 256-byte aligned; only measures where base is null.
+// Carves arrays in declaration order, aligned to 256 bytes from where they begin; only measures where base is
+// null.
 class Places {
  public:
   explicit Places(std::uint8_t* base) : base_(base) {}
@@ -46,8 +47,9 @@ struct Upload {
   Upload(const Config& c, std::int64_t M, std::uint8_t* base);
 };
 
-// How many blocks of the decode attention work on one row and KV head.
-int attend_splits(const Config& c, std::int64_t M, int n_sm);
+// How many blocks of the decode attention work on one row and KV head: the same for all M, so that a row of a
+// batch is summed as it is alone.
+int attend_splits(const Config& c, int n_sm);
 
 // In Activations::quantized.
 struct Scratch {
@@ -91,6 +93,7 @@ class Region final : public DeviceRegion {
   void begin(const Config& c, const Step& s, bool looks, bool graph, const LayersOf& layers_of);
   void finish(const Config& c, const Step& s);
   void synchronize(const Config& c, const Step& s);
+  void abandon() noexcept;
 
   // Row `from` of Scratch::logits, on its way to the host.
   void fetch_logits(const Config& c, std::int64_t from, float* to);
@@ -118,7 +121,7 @@ class Region final : public DeviceRegion {
   PinnedMemory host_, staging_, bad_;
   std::uint64_t key_ = 0;
   std::map<std::uint64_t, Graph> graphs_;  // by what a step depends on besides its upload
-  bool has_layers_ = false, busy_ = false;
+  bool has_layers_ = false;
 };
 
 }  // namespace ringlm::cuda

@@ -21,9 +21,9 @@ const char* advice(cudaError_t error) {
     case cudaErrorDevicesUnavailable:
       return "; the GPU is held by another process in exclusive mode, or is not available: end that process "
              "(nvidia-smi lists them), let several share the GPU (nvidia-smi -c DEFAULT), or use "
-             "backend='cpu'";
+             "device='cpu'";
     case cudaErrorNoDevice:
-      return "; no NVIDIA GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use backend='cpu'";
+      return "; no NVIDIA GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'";
     case cudaErrorInvalidDevice:
       return "; there is no GPU of that number: see nvidia-smi -L and CUDA_VISIBLE_DEVICES";
     case cudaErrorInsufficientDriver:
@@ -31,16 +31,15 @@ const char* advice(cudaError_t error) {
     case cudaErrorSystemDriverMismatch:
     case cudaErrorUnsupportedPtxVersion:
       return "; the NVIDIA driver is missing or older than this build needs: update the driver (and restart "
-             "the machine after that), or use backend='cpu'";
+             "the machine after that), or use device='cpu'";
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInvalidDeviceFunction:
-      return "; this build has no code for the GPU: build it with CMAKE_CUDA_ARCHITECTURES set to its "
-             "compute "
-             "capability, or use backend='cpu'";
+      return "; this build has no code for the GPU: build it with RINGLM_CUDA_ARCHS set to its "
+             "compute capability, or use device='cpu'";
     case cudaErrorSystemNotReady:
     case cudaErrorInitializationError:
     case cudaErrorOperatingSystem:
-      return "; the driver does not work: see nvidia-smi, or use backend='cpu'";
+      return "; the driver does not work: see nvidia-smi, or use device='cpu'";
     default:
       return "";
   }
@@ -101,6 +100,8 @@ void use_device(int index) {
   check(cudaSetDevice(index), "opening the GPU");
   check(cudaFree(nullptr), "opening the GPU");  // makes the context, where an older driver has not yet
 }
+
+void select_device(int index) { check(cudaSetDevice(index), "opening the GPU"); }
 
 DeviceInfo device_info() {
   constexpr const char* operation = "asking about the GPU";
@@ -171,9 +172,10 @@ float Event::ms_since(const Event& earlier) const {
   return ms;
 }
 
-// ThreadLocal: other threads may allocate meanwhile, for sessions of their own.
+// Relaxed: other threads may allocate meanwhile, for sessions of their own, and so may this one, in what the
+// caller looks for between two layers.
 void Graph::begin(Stream stream) {
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing a graph");
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "capturing a graph");
 }
 void Graph::abandon(Stream stream) noexcept {
   cudaGraph_t graph = nullptr;

@@ -46,6 +46,9 @@ int device_count() noexcept;
 // Makes the device that of this thread. Throws DeviceError where there is none, or it cannot be used.
 void use_device(int index);
 
+// The same of a device that was used before, at the cost of a step.
+void select_device(int index);
+
 DeviceInfo device_info();  // of this thread's device
 
 // Bytes of device memory that can still be had. On a GPU that shares the machine's memory, that is what the

@@ -61,6 +61,14 @@ void forward(const Network& net, const Step& s, const std::function<void()>& bef
     turn(net, s, m, offsets && s.rows[m].kv->layout().k_format == KvFormat::Int8);
   }
 
+  struct Unfinished {
+    Ops& ops;
+    const Step& step;
+    bool finished = false;
+    ~Unfinished() {
+      if (!finished) ops.abandon(step);
+    }
+  } unfinished{net.ops, s};
   std::ranges::fill(s.bad, std::uint8_t{0});
   net.ops.begin(c, s, looks);
   net.ops.embed(c, net.weights, s);
@@ -91,6 +99,7 @@ void forward(const Network& net, const Step& s, const std::function<void()>& bef
   }
   net.ops.norm_head(c, net.weights, s);
   net.ops.finish(c, s);
+  unfinished.finished = true;
 }
 
 }  // namespace
@@ -122,8 +131,15 @@ void name_the_layer(const Network& net, const Step& s) {
                          (net.ops.stores(KvFormat::F32) ? "" : ", on the CPU"));
     }
   });
+  if (s.bad[0] != 0) {
+    throw NumericError(
+        "NaN or infinity first appears in the logits (norm_head): the output weights are damaged");
+  }
   throw NumericError(
-      "NaN or infinity first appears in the logits (norm_head): the output weights are damaged");
+      "NaN or infinity appears in a chunk of tokens, and not in the token by itself: on a GPU chunks of more "
+      "than 8 "
+      "tokens are multiplied in f16, and a number exceeds its range (65504). Open the session with chunk=8, "
+      "or the model on the CPU");
 }
 
 }  // namespace ringlm

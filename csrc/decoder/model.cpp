@@ -53,8 +53,8 @@ std::shared_ptr<const Model> Model::open(const std::filesystem::path& path, cons
   if (options.rope) set_rope(config, *options.rope);
   Weights weights = bind_weights(file, config);
   Ropes ropes(config);
-  auto parts = std::make_unique<Parts>(Parts{std::move(file), std::move(config), std::move(weights),
-                                             std::move(ropes), nullptr, ::getpid()});
+  auto parts = std::make_unique<Parts>(
+      Parts{std::move(file), std::move(config), std::move(weights), std::move(ropes), nullptr, ::getpid()});
   parts->ops = make_ops(parts->config, parts->weights, options);  // which may keep references to both
   return std::shared_ptr<const Model>(new Model(std::move(parts)));
 }

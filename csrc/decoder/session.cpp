@@ -104,10 +104,8 @@ void compute(Session::Impl& host, std::span<const Row> rows, const std::function
 
 void name_the_layer(Session::Impl& host, const Row& row) {
   const Model::Parts& p = host.model->parts();
-  Row alone = row;
-  alone.logits = nullptr;
   std::uint8_t bad = 0;
-  name_the_layer({p.config, p.weights, p.ropes, *p.ops}, Step{{&alone, 1}, host.memory.a, {&bad, 1}});
+  name_the_layer({p.config, p.weights, p.ropes, *p.ops}, Step{{&row, 1}, host.memory.a, {&bad, 1}});
 }
 
 void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all,

@@ -127,8 +127,10 @@ SessionOptions resolve(const Model& model, const SessionOptions& options) {
         ", or leave it out for the default" +
         (o.n_ctx > trained ? ". Longer texts can slide through it: overflow=\"slide\"" : ""));
   }
-  if (o.chunk < 1 || o.chunk > 65536) {
-    throw InvalidArgument("chunk is " + std::to_string(o.chunk) + "; expected 1 to 65536");
+  const std::int32_t most =
+      model.parts().ops->device() ? 32768 : 65536;  // rows are a grid's second dimension
+  if (o.chunk < 1 || o.chunk > most) {
+    throw InvalidArgument("chunk is " + std::to_string(o.chunk) + "; expected 1 to " + std::to_string(most));
   }
   o.chunk = static_cast<std::int32_t>(std::min<std::int64_t>(o.chunk, o.n_ctx));
   for (const KvFormat format : {o.k_format, o.v_format}) {

@@ -51,6 +51,7 @@ class TimedOps final : public Ops {
   bool stores(KvFormat format) const override { return inner_.stores(format); }
   void begin(const Config& c, const Step& s, bool) override { inner_.begin(c, s, true); }
   void finish(const Config& c, const Step& s) override { inner_.finish(c, s); }
+  void abandon(const Step& s) noexcept override { inner_.abandon(s); }
   void synchronize(const Step& s) override { inner_.synchronize(s); }
   void embed(const Config&, const Weights&, const Step&) override;
   void norm_qkv(const Config&, const LayerWeights&, const Step&) override;

@@ -111,7 +111,8 @@ class Ops {
   // `looks` at numbers or times between two operations.
   virtual void begin(const Config&, const Step& s, bool looks) = 0;
   virtual void finish(const Config&, const Step& s) = 0;
-  virtual void synchronize(const Step&) {}  // until what was begun is done
+  virtual void abandon(const Step&) noexcept {}  // instead of finish, when something was thrown
+  virtual void synchronize(const Step&) {}       // until what was begun is done
 
   // 1  x = rows of the embedding, scaled
   virtual void embed(const Config&, const Weights&, const Step&) = 0;

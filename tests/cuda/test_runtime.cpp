@@ -57,7 +57,7 @@ TEST_CASE("errors say what failed and what to do") {
   CHECK(has(device_error(cudaErrorDevicesUnavailable), "nvidia-smi -c DEFAULT"));
   CHECK(has(device_error(cudaErrorECCUncorrectable), "--gpu-reset"));
   CHECK(has(device_error(cudaErrorIllegalAddress), "open the model in a new one"));
-  CHECK(has(device_error(cudaErrorNoDevice), "backend='cpu'"));
+  CHECK(has(device_error(cudaErrorNoDevice), "device='cpu'"));
   CHECK(has(device_error(cudaErrorInsufficientDriver), "update the driver"));
   CHECK(has(device_error(cudaErrorNoKernelImageForDevice), "CMAKE_CUDA_ARCHITECTURES"));
   const std::string memory =

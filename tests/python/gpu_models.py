@@ -18,7 +18,7 @@ from ringlm import Model
 MOST_KL = 1e-3
 #: Greedy texts may part where the CPU's logits of the two tokens differ by no more than this part of its
 #: largest one. More in models with experts: where two are nearly as probable, another one may answer.
-MOST_GAP, MOST_GAP_OF_EXPERTS = 2e-2, 2e-1
+MOST_GAP, MOST_GAP_OF_EXPERTS = 5e-2, 2e-1
 
 
 @dataclass(frozen=True)

@@ -74,3 +74,11 @@ def test_a_head_size_and_group(head_dim: int, n_head: int, n_head_kv: int, tmp_p
     options = {"n_ctx": 20, "pinned": 4, "overflow": "slide"}
     assert compare(path, [14, 1, 1], 32, **options) < CLOSE
     assert compare_int8(path, 33, **options) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2moe"])
+def test_gate_and_up_of_different_types(name: str, tmp_path: Path) -> None:
+    types = {"default": "Q8_0", "ffn_up.weight": "F16", "ffn_up_exps.weight": "Q4_0"}
+    types |= {"ffn_up_shexp.weight": "F16", "ffn_gate_inp.weight": "F32"}
+    path = write(tmp_path / "m.gguf", FAMILIES[name].with_(head_dim=64, types=types))
+    assert compare(path, [3, 12, 1], 16) < CLOSE

@@ -176,8 +176,9 @@ class Session {
 };
 
 // Decodes one token in each of several sessions of one model, reading the weights once. Rows never mix: every
-// session is as if it had decoded alone, bit for bit. Entry i is null, or what session i threw, which is as
-// before then. Throws InvalidArgument when the sessions are not distinct or not of one model.
+// session is as if it had decoded alone, bit for bit (on a GPU up to eight; in larger batches they round
+// differently). Entry i is null, or what session i threw, which is as before then. Throws InvalidArgument
+// when the sessions are not distinct or not of one model.
 std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
                                      std::span<const std::int32_t> tokens);
 
