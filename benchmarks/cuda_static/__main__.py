@@ -208,6 +208,7 @@ def section(title: str, rows: str, text: str) -> None:
 
 def report(build: Path) -> Bars:
     bars = Bars()
+    toolchain.check()
     compiled = toolchain.compile_all(build)
     attend, gemv, dynamic = counts.read(toolchain.count(build))
     loops = Loops(compiled)

@@ -39,6 +39,23 @@ def find(tool: str, install: str) -> str:
     return path
 
 
+def nvcc() -> str:
+    return find("nvcc", "install NVIDIA's CUDA toolkit")
+
+
+def cuobjdump() -> str:
+    return find("cuobjdump", "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+
+
+def cmake() -> str:
+    return find("cmake", "pip install cmake")
+
+
+def check() -> None:
+    """That all of them are there, before minutes have gone by."""
+    nvcc(), cuobjdump(), cmake()
+
+
 def run(*command: str | Path) -> tuple[str, str]:
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -73,9 +90,8 @@ def compile_one(source: Path, sm: int, build: Path) -> Compiled:
     newest = max(p.stat().st_mtime for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cu"))
     if not log.exists() or log.stat().st_mtime < newest:
         include = (f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc' / 'include'}")
-        nvcc = find("nvcc", "install NVIDIA's CUDA toolkit")
         options = ("-std=c++20", f"-arch=sm_{sm}", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder))
-        _, said = run(nvcc, *options, *include, "-cubin", source, "-o", cubin)
+        _, said = run(nvcc(), *options, *include, "-cubin", source, "-o", cubin)
         log.write_text(said)
     return Compiled(sm, cubin, usages(log.read_text()), block_threads(ptx.read_text()))
 
@@ -87,16 +103,14 @@ def compile_all(build: Path) -> list[Compiled]:
 
 
 def disassemble(cubin: Path, kernels: Iterable[str]) -> str:
-    tool = find("cuobjdump", "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    return run(tool, "-sass", "-fun", ",".join(kernels), cubin)[0]
+    return run(cuobjdump(), "-sass", "-fun", ",".join(kernels), cubin)[0]
 
 
 def count(build: Path) -> str:
     """What the executor counts: builds cuda_counts and runs it."""
-    cmake = find("cmake", "pip install cmake ninja")
     folder = build / "counts"
     # The core library, which is here only to be linked, compiles sooner so.
     options = ("-DRINGLM_CUDA_TESTS=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1")
-    run(cmake, "-S", ROOT, "-B", folder, *options)
-    run(cmake, "--build", folder, "--target", "cuda_counts", "-j", str(os.cpu_count() or 1))
+    run(cmake(), "-S", ROOT, "-B", folder, *options)
+    run(cmake(), "--build", folder, "--target", "cuda_counts", "-j", str(os.cpu_count() or 1))
     return run(folder / "tests" / "cuda" / "cuda_counts")[0]

@@ -94,7 +94,7 @@ void count_attention(KvFormat format, int head_dim, int group, int n_sm, std::mt
   a.scale = 0.01f;
   a.att = att.data();
   a.out = out.of(false);
-  a.splits = attend_splits(c, 1, n_sm);
+  a.splits = attend_splits(c, n_sm);
   simt::Buffer<float> partial("partial", attend_partial_floats(a));
   simt::Buffer<unsigned> arrived("arrived", std::vector<unsigned>(size(kKvHeads), 0u));
   a.partial = partial.data();
