@@ -171,7 +171,7 @@ void attention(Bench& b, KvFormat format, int head_dim, std::int64_t n_ctx, int 
   const std::size_t floats = size(M) * size(c.n_head) * size(head_dim);
   a.q = memory.take<float>(floats), a.q_pinned = memory.take<float>(floats);
   a.att = memory.take<float>(floats);
-  a.splits = attend_splits(c, M, b.device.n_sm);
+  a.splits = attend_splits(c, b.device.n_sm);
   if (M == 1) {
     a.out = quantized(memory, c.n_head * head_dim, M);
     a.out.squares = nullptr;

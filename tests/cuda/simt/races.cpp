@@ -232,5 +232,10 @@ unsigned char __tsan_atomic8_load(const volatile unsigned char* p, int);
 unsigned char __tsan_atomic8_load(const volatile unsigned char* p, int) {
   return __atomic_load_n(p, __ATOMIC_SEQ_CST);
 }
+// And its shared pointers.
+int __tsan_atomic32_fetch_add(volatile int* p, int value, int);
+int __tsan_atomic32_fetch_add(volatile int* p, int value, int) {
+  return __atomic_fetch_add(p, value, __ATOMIC_SEQ_CST);
+}
 }
 #endif
