@@ -59,7 +59,7 @@ TEST_CASE("errors say what failed and what to do") {
   CHECK(has(device_error(cudaErrorIllegalAddress), "open the model in a new one"));
   CHECK(has(device_error(cudaErrorNoDevice), "device='cpu'"));
   CHECK(has(device_error(cudaErrorInsufficientDriver), "update the driver"));
-  CHECK(has(device_error(cudaErrorNoKernelImageForDevice), "CMAKE_CUDA_ARCHITECTURES"));
+  CHECK(has(device_error(cudaErrorNoKernelImageForDevice), "RINGLM_CUDA_ARCHS"));
   const std::string memory =
       message_of<OutOfMemory>([] { DeviceMemory(std::size_t{2} << 30, "allocating keys and values"); });
   CHECK(has(memory, "cudaErrorMemoryAllocation in allocating keys and values: out of memory; "));
