@@ -1,3 +1,5 @@
+// Each operation launches kernels of launch.h, by way of gemv_store, gemv_gate_up, gemm_of and add_projection
+// at the end. Where a step is replayed they launch nothing: Region::finish launches the graph.
 #include "cuda/cuda_ops.h"
 
 #include <unistd.h>
@@ -118,9 +120,9 @@ class CudaOps final : public Ops, public Device {
     const DeviceLayer& l = layer(w);
     const Product products[] = {
         {l.q, l.q_bias, s.a.q.data()}, {l.k, l.k_bias, s.a.k.data()}, {l.v, l.v_bias, s.a.v.data()}};
-    if (few(s)) return store(s, products, normed(scratch(s).embd, l.attn_norm));
+    if (few(s)) return gemv_store(s, products, with_norm(scratch(s).embd, l.attn_norm));
     const Halves x = halves(s, s.a.x.data(), c.n_embd, l.attn_norm);
-    for (const Product& p : products) multiply(s, p, x);
+    for (const Product& p : products) gemm_of(s, p, x);
   }
 
   void rope_append(const Config& c, const LayerWeights& w, std::int32_t index, const Step& s) override {
@@ -199,16 +201,16 @@ class CudaOps final : public Ops, public Device {
     const Scratch& to = scratch(s);
     const int M = static_cast<int>(rows(s));
     if (!few(s)) {
-      to_quantized({s.a.x.data(), nullptr, M, c.n_embd, l.ffn_norm, c.norm_eps}, normed(to.embd, l.ffn_norm),
-                   stream(s));
+      to_quantized({s.a.x.data(), nullptr, M, c.n_embd, l.ffn_norm, c.norm_eps},
+                   with_norm(to.embd, l.ffn_norm), stream(s));
     }
     in_groups(s, [&](std::int64_t first, std::int64_t n) {
-      const Quantized x = normed(from_row(to.embd, first), l.ffn_norm);
+      const Quantized x = with_norm(from_row(to.embd, first), l.ffn_norm);
       const Product router[] = {{l.router, nullptr, s.a.routing.scores.data() + first * c.n_expert}};
-      store(s, router, x, n);
+      gemv_store(s, router, x, n);
       if (c.n_ff_shared == 0) return;
       const Product gate[] = {{l.shared_gate, nullptr, to.shared_score + first}};
-      store(s, gate, x, n);
+      gemv_store(s, gate, x, n);
     });
     cuda::route(
         {s.a.routing.scores.data(), c.n_ff_shared > 0 ? to.shared_score : nullptr, M, c.n_expert,
@@ -223,13 +225,13 @@ class CudaOps final : public Ops, public Device {
     const Scratch& to = scratch(s);
     if (!w.experts.empty()) return experts_gate_up(c, l, s);
     if (few(s)) {
-      return multiply_gate_up(
-          s, gate_up_of(c, l.ff, normed(to.embd, l.ffn_norm), rows(s), without_squares(to.ff)),
+      return gemv_gate_up(
+          s, gate_up_of(c, l.ff, with_norm(to.embd, l.ffn_norm), rows(s), without_squares(to.ff)),
           s.a.gate.data(), s.a.up.data());
     }
     const Halves x = halves(s, s.a.x.data(), c.n_embd, l.ffn_norm);
-    multiply(s, {l.ff.gate, l.ff.gate_bias, s.a.gate.data()}, x);
-    multiply(s, {l.ff.up, l.ff.up_bias, s.a.up.data()}, x);
+    gemm_of(s, {l.ff.gate, l.ff.gate_bias, s.a.gate.data()}, x);
+    gemm_of(s, {l.ff.up, l.ff.up_bias, s.a.up.data()}, x);
     gate_up(s.a.gate.data(), s.a.up.data(), static_cast<int>(rows(s)), c.n_ff, c.activation, stream(s));
   }
 
@@ -253,7 +255,7 @@ class CudaOps final : public Ops, public Device {
         std::ranges::count_if(s.rows, [](const Row& row) { return row.logits != nullptr; });
     const Product head[] = {{loaded_.head, nullptr, to.logits}};
     const auto project = [&](std::int64_t n) {
-      store(s, head, normed(to.embd, loaded_.output_norm), n, c.logit_scale, c.final_softcap);
+      gemv_store(s, head, with_norm(to.embd, loaded_.output_norm), n, c.logit_scale, c.final_softcap);
     };
     if (few(s) && wanted == rows(s)) {
       project(wanted);
@@ -269,7 +271,7 @@ class CudaOps final : public Ops, public Device {
       const std::int64_t n = std::min<std::int64_t>(kMostRows, wanted - done);
       to_quantized({s.a.x.data(), upload(s).wanted + done, static_cast<int>(n), c.n_embd, loaded_.output_norm,
                     c.norm_eps},
-                   normed(to.embd, loaded_.output_norm), stream(s));
+                   with_norm(to.embd, loaded_.output_norm), stream(s));
       project(n);
       for (std::int64_t i = 0; i < n; ++i, ++m) {
         while (!s.rows[m].logits) ++m;
@@ -300,10 +302,10 @@ class CudaOps final : public Ops, public Device {
   }
 
   // The input of a product behind a norm, or not.
-  static Quantized normed(Quantized x, const float* norm) { return norm ? x : without_squares(x); }
+  static Quantized with_norm(Quantized x, const float* norm) { return norm ? x : without_squares(x); }
   // Where a kernel puts the next input; nowhere in a prefill, which has halves.
   static Quantized next(const Step& s, Quantized x, const float* norm) {
-    return few(s) ? normed(x, norm) : kNone;
+    return few(s) ? with_norm(x, norm) : kNone;
   }
 
   // The rings of a session, which may be another than the step's own.
@@ -330,6 +332,7 @@ class CudaOps final : public Ops, public Device {
     }
   }
 
+  // f(first, n) for rows as many as gemv takes at a time.
   template <class F>
   static void in_groups(const Step& s, F f) {
     for (std::int64_t first = 0; first < rows(s); first += kMostRows) {
@@ -338,8 +341,8 @@ class CudaOps final : public Ops, public Device {
   }
 
   // Products of one input; those of one type that follow one another in one launch.
-  void store(const Step& s, std::span<const Product> products, const Quantized& x,
-             std::optional<std::int64_t> M = {}, float scale = 1.0f, float softcap = 0.0f) const {
+  void gemv_store(const Step& s, std::span<const Product> products, const Quantized& x,
+                  std::optional<std::int64_t> M = {}, float scale = 1.0f, float softcap = 0.0f) const {
     for (std::size_t first = 0; first < products.size();) {
       Gemv a{};
       a.x = x, a.M = static_cast<int>(M.value_or(rows(s))), a.norm_eps = config_.norm_eps;
@@ -364,7 +367,7 @@ class CudaOps final : public Ops, public Device {
   }
 
   // gate, up: where they go in float32, if they have to.
-  void multiply_gate_up(const Step& s, Gemv a, float* gate, float* up) const {
+  void gemv_gate_up(const Step& s, Gemv a, float* gate, float* up) const {
     if (a.w[0].type == a.w[1].type) {
       if (region(s).looks) a.y[0] = gate;
       return gemv(a, stream(s));
@@ -387,8 +390,7 @@ class CudaOps final : public Ops, public Device {
     return h;
   }
 
-  void multiply(const Step& s, const Product& p, const Halves& x, bool add = false,
-                float scale = 1.0f) const {
+  void gemm_of(const Step& s, const Product& p, const Halves& x, bool add = false, float scale = 1.0f) const {
     gemm({p.w, x, static_cast<int>(rows(s)), p.bias, p.y, add, scale}, stream(s));
   }
 
@@ -407,10 +409,10 @@ class CudaOps final : public Ops, public Device {
     p.y = post_norm ? s.a.normed.data() : s.a.x.data();
     if (few(s)) {
       const Product one[] = {p};
-      store(s, one, x);
+      gemv_store(s, one, x);
     } else {
       const Halves h = halves(s, from, p.w.cols, nullptr);
-      multiply(s, p, h, !post_norm, post_norm ? 1.0f : c.residual_scale);
+      gemm_of(s, p, h, !post_norm, post_norm ? 1.0f : c.residual_scale);
     }
     if (post_norm) add(c, post_norm, next_norm, to, s);
   }
@@ -426,15 +428,15 @@ class CudaOps final : public Ops, public Device {
   void experts_gate_up(const Config& c, const DeviceLayer& l, const Step& s) const {
     const Scratch& to = scratch(s);
     in_groups(s, [&](std::int64_t first, std::int64_t n) {
-      const Quantized x = normed(from_row(to.embd, first), l.ffn_norm);
+      const Quantized x = with_norm(from_row(to.embd, first), l.ffn_norm);
       const std::int64_t slot = first * c.n_expert_used;
       Gemv a = gate_up_of(c, l.experts, x, n, without_squares(from_row(to.slots, slot)));
       a.experts = s.a.routing.experts.data() + slot, a.slots = c.n_expert_used;
-      multiply_gate_up(s, a, s.a.gate.data() + slot * c.n_ff_expert, s.a.up.data() + slot * c.n_ff_expert);
+      gemv_gate_up(s, a, s.a.gate.data() + slot * c.n_ff_expert, s.a.up.data() + slot * c.n_ff_expert);
       if (c.n_ff_shared == 0) return;
       const std::int64_t at = rows(s) * c.n_expert_used * c.n_ff_expert + first * c.n_ff_shared;
-      multiply_gate_up(s, gate_up_of(c, l.shared, x, n, without_squares(from_row(to.shared, first))),
-                       s.a.gate.data() + at, s.a.up.data() + at);
+      gemv_gate_up(s, gate_up_of(c, l.shared, x, n, without_squares(from_row(to.shared, first))),
+                   s.a.gate.data() + at, s.a.up.data() + at);
     });
   }
 
@@ -452,7 +454,7 @@ class CudaOps final : public Ops, public Device {
       gemv(a, stream(s));
       if (!of_shared) return;
       const Product shared[] = {{l.shared.down, l.shared.down_bias, of_shared + first * c.n_embd}};
-      store(s, shared, without_squares(from_row(from.shared, first)), n);
+      gemv_store(s, shared, without_squares(from_row(from.shared, first)), n);
     });
     mix_experts(of_experts, of_shared, s.a.routing.weights.data(), static_cast<int>(rows(s)), c.n_expert_used,
                 c.n_embd, s.a.normed.data(), stream(s));

@@ -12,7 +12,7 @@
 // hence the explicit fmaf. GateUp multiplies with its two matrices in turn.
 //
 // Experts: blockIdx.y is the row i of launch.h; each multiplies with a matrix of its own, as if M were 1.
-// Shared memory 2 KiB. Registers: up to 80 for M = 1 (Q6_K 90), up to 128 for more. Shapes: any rows; cols a
+// Shared memory 2 KiB. Registers: up to 80 for M = 1 (Q6_K 92), up to 128 for more. Shapes: any rows; cols a
 // multiple of the type's block.
 #pragma once
 

@@ -257,7 +257,7 @@ void route(const Route& a, Stream stream);  // as ops/route.cpp does
 void mix_experts(const float* from, const float* shared, const float* weights, int M, int n_used, int cols,
                  float* y, Stream stream);
 
-// ---- head.h: what greedy and top-k need, without the logits leaving the device
+// ---- head.h: what greedy and top-k need of logits. So far steps use it to see whether all are finite
 
 struct Candidates {        // of one row
   std::int32_t id[kTopK];  // the largest logit first, of equals the lower id; -1 behind the last

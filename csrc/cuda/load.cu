@@ -156,14 +156,14 @@ Sizes measure(const Weights& w) {
 // ---- second pass
 
 // Through two pinned buffers, so that the next piece comes from the file while one is under way.
-class Upload {
+class Loader {
  public:
-  Upload(std::size_t bytes)
+  Loader(std::size_t bytes)
       : staging_(bytes, "loading weights"),
         pinned_{PinnedMemory(bytes, "loading weights"), PinnedMemory(bytes, "loading weights")} {}
-  ~Upload() { cudaStreamSynchronize(stream_.get()); }  // before what it reads and writes goes
-  Upload(const Upload&) = delete;
-  Upload& operator=(const Upload&) = delete;
+  ~Loader() { cudaStreamSynchronize(stream_.get()); }  // before what it reads and writes goes
+  Loader(const Loader&) = delete;
+  Loader& operator=(const Loader&) = delete;
 
   // What follows goes there, one behind the other.
   void into(const DeviceMemory& memory) { at_ = memory.data(); }
@@ -256,7 +256,7 @@ DeviceWeights load_weights(const Weights& w, const LoadOptions& options) {
   DeviceWeights d{};
   d.nbytes = sizes.total;
   for (const std::size_t bytes : sizes.pieces) d.memory.emplace_back(bytes, "allocating weights");
-  Upload upload(staging);
+  Loader upload(staging);
   for (std::size_t i = 0; i < w.layers.size(); ++i) {
     upload.into(d.memory[i]);
     each_part(w.layers[i], d.layers.emplace_back(), upload);

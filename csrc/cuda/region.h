@@ -54,7 +54,7 @@ int attend_splits(const Config& c, int n_sm);
 // In Activations::quantized.
 struct Scratch {
   std::uint8_t* upload;
-  Quantized embd, att, ff;  // inputs of gemv, of kMostRows rows; of all rows of a step in models with experts
+  Quantized embd, att, ff;  // inputs of gemv, of kMostRows rows; embd, in models with experts, of all
   Quantized slots, shared;  // experts: [M n_expert_used, n_ff_expert] and [M, n_ff_shared]
   float* shared_score;      // [M]
   half* halves;             // inputs of gemm, of all rows and any width

@@ -1,5 +1,6 @@
 // The eight operations that a decoder consists of, and one more for experts. decoder/decoder.cpp calls them
-// in a straight line; every backend implements exactly these: ops/reference.cpp to be read, cpu/ to be fast.
+// in a straight line; every backend implements exactly these: ops/reference.cpp to be read, cpu/ and cuda/ to
+// be fast.
 //
 // Every operation takes the M rows of a step: M = 1 is decode, M > 1 a prefill chunk. The residual stream and
 // all activations are float32, row-major, tokens outermost.
@@ -85,7 +86,7 @@ class Ops {
  public:
   virtual ~Ops() = default;
 
-  virtual const char* name() const = 0;  // "reference", or the instruction set
+  virtual const char* name() const = 0;  // "reference", "cuda", or the instruction set
   virtual int n_threads() const = 0;
 
   // Floats that attend() needs in Row::tiles when a query sees up to `tiles` tiles.

@@ -88,7 +88,7 @@ def _library() -> dict[str, Any]:
     import ringlm._core as core
 
     path, archs = core.cuda_library()
-    return {"path": path, "archs": [int(arch) for arch in archs.split()]}
+    return {"path": path, "archs": [int(arch) for arch in archs.split() if arch.isdigit()]}
 
 
 def _package() -> tuple[Any, str]:
@@ -178,7 +178,7 @@ def _gpu(cuda: Any, nvml: Any, index: int, archs: list[int] | None) -> dict[str,
 def _has_code(archs: list[int], arch: int) -> bool:
     """Whether the library runs there: code runs on later GPUs of its generation, PTX of its last one on all
     that are newer."""
-    return arch >= max(archs) or any(a // 10 == arch // 10 and a <= arch for a in archs)
+    return arch >= max(archs, default=0) or any(a // 10 == arch // 10 and a <= arch for a in archs)
 
 
 def _memory(cuda: Any, device: Any) -> tuple[int | None, int]:

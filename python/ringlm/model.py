@@ -165,7 +165,8 @@ class Model:
         )
 
     def load_session(self, path: str | os.PathLike[str], sampling: Sampling | None = None) -> Session:
-        """The session of a file that Session.save wrote; it goes on where the saved one was, bit for bit.
+        """The session of a file that Session.save wrote; it goes on where the saved one was, bit for
+        bit on the device that saved it.
 
         Its counters and, in Model.step, its draws begin anew. Raises FileFormatError for a file that is
         damaged, of another model or no session, OutOfMemory, OSError.
@@ -195,8 +196,8 @@ class Model:
         """Feeds one token to each of several sessions, reading the weights once, and returns the tokens.
 
         Each is drawn from its session's logits with the session's own ``sampling``, or is the one in
-        ``tokens`` where that is not None. The sessions may differ in length, context and cache. On the CPU
-        the result equals the sessions stepped alone, bit for bit.
+        ``tokens`` where that is not None. The sessions may differ in length, context and cache. On the CPU,
+        and on a GPU up to eight of them, the result equals the sessions stepped alone, bit for bit.
 
         Raises InvalidArgument, before anything is computed, for sessions that are there twice or of another
         model and for tokens outside the vocabulary; BatchError when sessions failed (nothing to draw from, a

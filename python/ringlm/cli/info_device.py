@@ -12,8 +12,8 @@ def device_lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     missing, driver, library = record["missing"], record["driver"], record["library"]
     lines = []
     if library:
-        *archs, last = (f"sm_{arch}" for arch in library["archs"])
-        lines.append(("library", f"{library['path']}, for {', '.join([*archs, last])} and newer"))
+        archs = ", ".join(f"sm_{arch}" for arch in library["archs"])
+        lines.append(("library", f"{library['path']}, for {archs + ' and newer' if archs else 'the host'}"))
     if record["package"]:
         lines.append(("package", f"cuda-bindings {record['package']}"))
     if driver:

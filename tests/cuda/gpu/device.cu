@@ -1,5 +1,6 @@
-// simt/simt.h and what tests set of simt/runtime_api.h, on a GPU. Buffers are managed memory, so that tests
-// fill and read them as they do on the host; launches wait until they are done (main.cpp), so they may.
+// simt/simt.h and what tests set of simt/runtime_api.h, on a GPU. Buffers are mapped pinned memory of the
+// host, so that tests fill and read them as they do on the host; launches wait until they are done
+// (main.cpp), so they may.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
