@@ -38,7 +38,7 @@ __device__ __forceinline__ void quantize_block(const Quantized& to, std::int64_t
                           step * static_cast<float>(sum + other)));
   }
   if (to.squares) {
-    const float square = warp_sum(x * x);
+    const float square = warp_sum(__fmul_rn(x, x));  // not fused into the sum, so the same in every kernel
     if (lane == 0) st_global(to.squares + at, square);
   }
 }

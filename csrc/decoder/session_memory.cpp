@@ -128,7 +128,7 @@ SessionOptions resolve(const Model& model, const SessionOptions& options) {
         (o.n_ctx > trained ? ". Longer texts can slide through it: overflow=\"slide\"" : ""));
   }
   const std::int32_t most =
-      model.parts().ops->device() ? 32768 : 65536;  // rows are a grid's second dimension
+      model.parts().ops->device() ? 16384 : 65536;  // rows are a grid's second dimension
   if (o.chunk < 1 || o.chunk > most) {
     throw InvalidArgument("chunk is " + std::to_string(o.chunk) + "; expected 1 to " + std::to_string(most));
   }

@@ -424,6 +424,7 @@ TEST_CASE("4096 positions: exactness, bytes and bank conflicts") {
         {shape.head_dim, kHeads, 4, shape.format, shape.format, 8, {{4096, 0, 0, 1, {shape.position}}}});
     reset_report();
     problem.run();
+    if (kHardware) continue;  // counts nothing
     const Report counted = report();
     std::uint64_t bytes = 0;
     for (const char* name : {"k", "v", "k scales", "v scales"}) {
