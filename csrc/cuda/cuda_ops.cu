@@ -5,9 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -259,7 +256,7 @@ class CudaOps final : public Ops, public Device {
     };
     if (few(s) && wanted == rows(s)) {
       project(wanted);
-      mark_logits(c, s, wanted, 0);
+      mark_logits(c, s);
       if (r.way == Region::Way::Capture) return;  // finish() fetches them: where to changes
       for (std::int64_t m = 0; m < wanted; ++m) {
         r.fetch_logits(c, m, s.rows[size(m)].logits);
@@ -462,12 +459,12 @@ class CudaOps final : public Ops, public Device {
   }
 
   // The largest logit of every row, and marks for rows with one that is not finite.
-  void mark_logits(const Config& c, const Step& s, std::int64_t n, std::int64_t first) const {
+  void mark_logits(const Config& c, const Step& s) const {
     const Scratch& to = scratch(s);
     TopK a{};
-    a.logits = to.logits, a.M = static_cast<int>(n), a.n_vocab = c.n_vocab, a.k = 1;
+    a.logits = to.logits, a.M = static_cast<int>(rows(s)), a.n_vocab = c.n_vocab, a.k = 1;
     a.out = to.candidates, a.scratch = to.top_k, a.arrived = to.arrived + kMostRows * c.n_head_kv;
-    a.bad = upload(s).bad + first;
+    a.bad = upload(s).bad;
     top_k(a, stream(s));
   }
 

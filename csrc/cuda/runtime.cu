@@ -133,19 +133,20 @@ std::size_t free_device_memory() {
 
 // ---- owners
 
-DeviceMemory::DeviceMemory(std::size_t bytes, const char* what) : bytes_(bytes) {
-  if (bytes > 0) check(cudaMalloc(&data_, bytes), what);
+template <Where kWhere>
+Memory<kWhere>::Memory(std::size_t bytes, const char* what) : bytes_(bytes) {
+  if (bytes == 0) return;
+  check(kWhere == Where::Device ? cudaMalloc(&data_, bytes)
+                                : cudaHostAlloc(&data_, bytes, cudaHostAllocDefault),
+        what);
 }
-DeviceMemory::~DeviceMemory() {
-  if (data_ != nullptr) cudaFree(data_);
+template <Where kWhere>
+Memory<kWhere>::~Memory() {
+  if (data_ == nullptr) return;
+  kWhere == Where::Device ? cudaFree(data_) : cudaFreeHost(data_);
 }
-
-PinnedMemory::PinnedMemory(std::size_t bytes, const char* what) : bytes_(bytes) {
-  if (bytes > 0) check(cudaHostAlloc(&data_, bytes, cudaHostAllocDefault), what);
-}
-PinnedMemory::~PinnedMemory() {
-  if (data_ != nullptr) cudaFreeHost(data_);
-}
+template class Memory<Where::Device>;
+template class Memory<Where::Pinned>;
 
 StreamHandle::StreamHandle() {
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");

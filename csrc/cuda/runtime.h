@@ -57,40 +57,21 @@ std::size_t free_device_memory();
 
 // ---- owners. Their destructors never throw: after an error the device may be gone.
 
-class DeviceMemory {
- public:
-  DeviceMemory() = default;
-  // `what` names the use, for the message.
-  DeviceMemory(std::size_t bytes, const char* what);
-  ~DeviceMemory();
-  DeviceMemory(DeviceMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
-    std::swap(data_, other.data_), std::swap(bytes_, other.bytes_);
-    return *this;
-  }
-  std::uint8_t* data() const { return data_; }
-  std::size_t size() const { return bytes_; }
-  std::span<std::uint8_t> span() const { return {data_, bytes_}; }
-  template <class T>
-  T* as(std::size_t offset = 0) const {
-    return reinterpret_cast<T*>(data_ + offset);
-  }
-
- private:
-  std::uint8_t* data_ = nullptr;  // 256-byte aligned
-  std::size_t bytes_ = 0;
+enum class Where {
+  Device,  // 256-byte aligned
+  Pinned,  // on the host: the device copies it by itself, and kernels may read it
 };
 
-// Host memory that the device copies by itself, and that kernels may read.
-class PinnedMemory {
+template <Where kWhere>
+class Memory {
  public:
-  PinnedMemory() = default;
-  PinnedMemory(std::size_t bytes, const char* what);
-  ~PinnedMemory();
-  PinnedMemory(PinnedMemory&& other) noexcept
+  Memory() = default;
+  // `what` names the use, for the message.
+  Memory(std::size_t bytes, const char* what);
+  ~Memory();
+  Memory(Memory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-  PinnedMemory& operator=(PinnedMemory&& other) noexcept {
+  Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_), std::swap(bytes_, other.bytes_);
     return *this;
   }
@@ -106,6 +87,10 @@ class PinnedMemory {
   std::uint8_t* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
+extern template class Memory<Where::Device>;
+extern template class Memory<Where::Pinned>;
+using DeviceMemory = Memory<Where::Device>;
+using PinnedMemory = Memory<Where::Pinned>;
 
 // A stream that does not wait for the null stream.
 class StreamHandle {

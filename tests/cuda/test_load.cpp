@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "../cpp/tiny_model.h"
+#include "fresh.h"
 #include "gguf/file.h"
 #include "gguf/mapping.h"
 #include "matrices.h"
@@ -25,32 +26,6 @@ using namespace ringlm;
 using namespace ringlm::cuda;
 
 namespace {
-
-struct Fresh {
-  simt::Live before = simt::live();
-  Fresh() { simt::reset_runtime(); }
-  ~Fresh() {
-    simt::reset_runtime();
-    check_nothing_kept();
-  }
-  void check_nothing_kept() const {
-    const simt::Live now = simt::live();
-    CHECK(now.device_buffers == before.device_buffers);
-    CHECK(now.pinned_buffers == before.pinned_buffers);
-    CHECK(now.handles == before.handles);
-  }
-};
-
-template <class E, class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  FAIL("nothing was thrown");
-  return "";
-}
 
 // Weights by hand, in a mapped file: layers of many types, one of them with experts.
 class Model {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cuda/port.h"
+#include "fresh.h"
 #include "host/memory.h"
 #include "ringlm/error.h"
 
@@ -14,29 +15,6 @@ using namespace ringlm;
 using namespace ringlm::cuda;
 
 namespace {
-
-struct Fresh {
-  simt::Live before = simt::live();
-  Fresh() { simt::reset_runtime(); }
-  ~Fresh() {
-    simt::reset_runtime();
-    const simt::Live now = simt::live();
-    CHECK(now.device_buffers == before.device_buffers);
-    CHECK(now.pinned_buffers == before.pinned_buffers);
-    CHECK(now.handles == before.handles);
-  }
-};
-
-template <class E, class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  FAIL("nothing was thrown");
-  return "";
-}
 
 bool has(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
