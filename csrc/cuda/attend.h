@@ -8,8 +8,9 @@
 //
 // Grid (KV heads * head tiles, splits, rows), four warps a block. A split is some tiles of 64 consecutive
 // positions, cut at multiples of 64; the launch has the same blocks for every length, and those without tiles
-// return at once. A warp takes 16 positions of every tile, for 8 or 16 query heads ("columns"). With
-// g = lane / 4 and t = lane % 4, on tensor cores (fragments as in port.h):
+// return at once. The last block to end adds up the sums of all. A warp takes 16 positions of every tile, for
+// 8 or 16 query heads ("columns"). With g = lane / 4 and t = lane % 4, on tensor cores (fragments as in
+// port.h):
 //   - scores [16 keys, 8 columns] = K q: the lane loads its quarter t of rows g and g + 8 in pieces of 16
 //     bytes. The head dimension is summed over, so its order is free: that in which lanes find the bytes.
 //   - out [16 dims, 8 columns] = V^T w: the lane loads its eighth g of rows 2t, 2t + 1, 2t + 8, 2t + 9. Which
@@ -210,6 +211,18 @@ __device__ __forceinline__ void sum_tiles(const Seen& seen, int first, int end,
   }
 }
 
+// How many tiles a split takes; there are at most `splits`. First all blocks read their tiles, side by side,
+// then the last one the sums of all: the time of both is least where it reads as many bytes each time.
+template <KvFormat kKeyFormat, KvFormat kValueFormat, int kHeadDim>
+__device__ __forceinline__ int tiles_of_split(int tiles, int splits, int group) {
+  constexpr int kRow = kHeadDim * (kBytes<kKeyFormat> + kBytes<kValueFormat>);
+  constexpr int kScales = 2 * (kKeyFormat == KvFormat::Int8) + 2 * (kValueFormat == KvFormat::Int8);
+  constexpr float kSums = 4.0f * (kHeadDim + 2) / (kTile * (kRow + kScales));  // of a head, over a tile
+  const int least = (tiles + splits - 1) / splits;
+  const int best = static_cast<int>(sqrtf(static_cast<float>(tiles * group) * kSums));
+  return least > best ? least : best;
+}
+
 }  // namespace attention
 
 // out.digits is null, or a group's heads are whole blocks of it.
@@ -238,7 +251,8 @@ __global__ void __launch_bounds__(128, attention::blocks_of_an_sm(kKeyFormat, kV
   const KvLayer* const layer = ld_global(&row->layers) + a.layer;
   const Seen seen = seen_by(row, layer, a.offsets != nullptr);
   const int tiles = seen.tiles();
-  const int each = (tiles + a.splits - 1) / a.splits, active = (tiles + each - 1) / each;
+  const int each = tiles_of_split<kKeyFormat, kValueFormat, kHeadDim>(tiles, a.splits, group);
+  const int active = (tiles + each - 1) / each;
   if (split >= active) return;
 
   const std::int64_t capacity = ld_global(&layer->capacity);
@@ -284,33 +298,28 @@ __global__ void __launch_bounds__(128, attention::blocks_of_an_sm(kKeyFormat, kV
     return;
   }
 
-  const std::int64_t stride = std::int64_t{group} * (kHeadDim + 2);  // of a split
-  const std::int64_t pair = std::int64_t{m} * a.n_head_kv + kv_head;
-  float* const partial = a.partial + pair * a.splits * stride;
-  float* const mine = partial + split * stride + first_head * (kHeadDim + 2);
+  const Splits<kHeadDim> sums_of(a, m, kv_head);
+  unsigned* const arrived = a.arrived + m * a.n_head_kv + kv_head;
   block.template for_each_pair<Values<kValueFormat, kHeadDim>>([&](int h, int dim, float2 x) {
-    if (h < heads) st_global(reinterpret_cast<float2*>(mine + h * (kHeadDim + 2) + dim), x);
+    if (h < heads) st_global(reinterpret_cast<float2*>(sums_of.out_of(split, first_head + h) + dim), x);
   });
-  if (thread < heads) {
-    st_global(reinterpret_cast<float2*>(mine + thread * (kHeadDim + 2) + kHeadDim),
-              Block::of_column(stats, thread));
-  }
+  if (thread < heads) st_global(sums_of.all_of(split, first_head + thread), Block::of_column(stats, thread));
   __syncthreads();
   if (thread == 0) {
     __threadfence();
-    st_shared(place, atomicAdd(a.arrived + pair, 1u));
+    st_shared(place, atomicAdd(arrived, 1u));
     __threadfence();
   }
   __syncthreads();
   if (ld_shared(place) != static_cast<unsigned>(active * parts - 1)) return;
   for (int h = 0; h < group; h += Block::kHeads) {
     const int some = group - h < Block::kHeads ? group - h : Block::kHeads;
-    add_splits<kHeadDim>(partial + h * (kHeadDim + 2), stride, active, some, out);
+    add_splits(sums_of, active, h, some, stats, out);
     __syncthreads();
     finish<kValueFormat, kHeadDim>(a, m, (kv_head * group + h) * kHeadDim, some, out);
     __syncthreads();
   }
-  if (thread == 0) st_global(a.arrived + pair, 0u);
+  if (thread == 0) st_global(arrived, 0u);
 }
 
 }  // namespace ringlm::cuda

@@ -183,31 +183,61 @@ struct BlockSums {
   }
 };
 
-// The sums [heads, kHeadDim] of the `active` splits of one row and KV head, divided by their weights. from:
-// the first split's part for the first head, `stride` floats before the next split's.
+// Sums of the splits of one row and KV head, as their blocks leave them.
 template <int kHeadDim>
-__device__ __forceinline__ void add_splits(const float* from, std::int64_t stride, int active, int heads,
-                                           float* out) {
-  for (int i = static_cast<int>(threadIdx.x); i < heads * (kHeadDim / 2); i += kWarps * 32) {
-    const int head = i / (kHeadDim / 2), dim = 2 * (i % (kHeadDim / 2));
-    const float* const part = from + head * (kHeadDim + 2);
-    const auto stats = [&](int s) {
-      return ld_global(reinterpret_cast<const float2*>(part + s * stride + kHeadDim));
-    };
-    float largest = kLow;
-    for (int s = 0; s < active; ++s) largest = fmaxf(largest, stats(s).x);
-    float weight = 0.0f;
-    float2 sum = make_float2(0.0f, 0.0f);
-    for (int s = 0; s < active; ++s) {
-      const float2 of = stats(s), x = ld_global(reinterpret_cast<const float2*>(part + s * stride + dim));
-      const float down = ex2_approx(of.x - largest);
-      weight = fmaf(of.y, down, weight);
-      sum.x = fmaf(x.x, down, sum.x);
-      sum.y = fmaf(x.y, down, sum.y);
+struct Splits {
+  float* out;      // [splits, group, kHeadDim]
+  float2* of_all;  // [splits, group] the largest score, and the sum of weights relative to it
+  int group;
+
+  __device__ __forceinline__ Splits(const Attend& a, int m, int kv_head) : group(a.n_head / a.n_head_kv) {
+    const std::int64_t first = (std::int64_t{m} * a.n_head_kv + kv_head) * a.splits * group;
+    out = a.partial + first * kHeadDim;
+    of_all =
+        reinterpret_cast<float2*>(a.partial + std::int64_t{a.M} * a.n_head * a.splits * kHeadDim) + first;
+  }
+  __device__ __forceinline__ float* out_of(int split, int head) const {
+    return out + (split * group + head) * kHeadDim;
+  }
+  __device__ __forceinline__ float2* all_of(int split, int head) const {
+    return of_all + split * group + head;
+  }
+};
+
+// The sums of the first `active` splits, divided by their weights, into out [heads, kHeadDim] in shared
+// memory. scales [heads] is shared memory, too. Loads do not wait for one another: all of this is latency.
+template <int kHeadDim>
+__device__ __forceinline__ void add_splits(const Splits<kHeadDim>& from, int active, int first_head,
+                                           int heads, float2* scales, float* out) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  for (int head = warp; head < heads; head += kWarps) {
+    float2 mine = make_float2(kLow, 0.0f);
+    for (int s = lane; s < active; s += 32) {
+      const float2 of = ld_global(from.all_of(s, first_head + head));
+      const float largest = fmaxf(mine.x, of.x);
+      mine.y = fmaf(mine.y, ex2_approx(mine.x - largest), of.y * ex2_approx(of.x - largest));
+      mine.x = largest;
     }
-    const float each = 1.0f / weight;
-    st_shared(reinterpret_cast<float2*>(out + head * kHeadDim + dim),
-              make_float2(sum.x * each, sum.y * each));
+    const float largest = warp_max(mine.x);
+    const float weight = warp_sum(mine.y * ex2_approx(mine.x - largest));
+    if (lane == 0) st_shared(&scales[head], make_float2(largest, 1.0f / weight));
+  }
+  __syncthreads();
+  constexpr int kQuads = kHeadDim / 4;
+  for (int i = thread; i < heads * kQuads; i += kWarps * 32) {
+    const int head = i / kQuads, dim = i % kQuads * 4;
+    const float2 scale = ld_shared(&scales[head]);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+    for (int s = 0; s < active; ++s) {
+      const float4 x = ld_global(reinterpret_cast<const float4*>(from.out_of(s, first_head + head) + dim));
+      const float weight = scale.y * ex2_approx(ld_global(from.all_of(s, first_head + head)).x - scale.x);
+      sum.x = fmaf(x.x, weight, sum.x);
+      sum.y = fmaf(x.y, weight, sum.y);
+      sum.z = fmaf(x.z, weight, sum.z);
+      sum.w = fmaf(x.w, weight, sum.w);
+    }
+    st_shared(reinterpret_cast<float4*>(out + head * kHeadDim + dim), sum);
   }
 }
 
