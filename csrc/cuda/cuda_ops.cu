@@ -250,17 +250,16 @@ class CudaOps final : public Ops, public Device {
     const Scratch& to = scratch(s);
     const std::int64_t wanted =
         std::ranges::count_if(s.rows, [](const Row& row) { return row.logits != nullptr; });
-    const Product head[] = {{loaded_.head, nullptr, to.logits}};
+    const KeptLogits* const kept = s.rows[0].kept;
+    float* const logits = to.logits + (kept ? std::int64_t{kept->row} * c.n_vocab : 0);
+    const Product head[] = {{loaded_.head, nullptr, logits}};
     const auto project = [&](std::int64_t n) {
       gemv_store(s, head, with_norm(to.embd, loaded_.output_norm), n, c.logit_scale, c.final_softcap);
     };
     if (few(s) && wanted == rows(s)) {
       project(wanted);
-      mark_logits(c, s);
-      if (r.way == Region::Way::Capture) return;  // finish() fetches them: where to changes
-      for (std::int64_t m = 0; m < wanted; ++m) {
-        r.fetch_logits(c, m, s.rows[size(m)].logits);
-      }
+      find_largest(c, s, logits);
+      if (r.way == Region::Way::Direct) r.fetch_logits(c, s);  // else finish() does: where to changes
       return;
     }
     std::int64_t done = 0;
@@ -458,12 +457,13 @@ class CudaOps final : public Ops, public Device {
     add(c, l.ffn_post_norm, next_norm, next(s, from.embd, next_norm), s);
   }
 
-  // The largest logit of every row, and marks for rows with one that is not finite.
-  void mark_logits(const Config& c, const Step& s) const {
+  // The largest logits of every row, and marks for rows with one that is not finite.
+  void find_largest(const Config& c, const Step& s, const float* logits) const {
     const Scratch& to = scratch(s);
     TopK a{};
-    a.logits = to.logits, a.M = static_cast<int>(rows(s)), a.n_vocab = c.n_vocab, a.k = 1;
-    a.out = to.candidates, a.scratch = to.top_k, a.arrived = to.arrived + kMostRows * c.n_head_kv;
+    a.logits = logits, a.M = static_cast<int>(rows(s)), a.n_vocab = c.n_vocab;
+    a.k = s.rows[0].kept ? kTopLogits : 1;
+    a.out = to.largest, a.scratch = to.top_k, a.arrived = to.arrived + kMostRows * c.n_head_kv;
     a.bad = upload(s).bad;
     top_k(a, stream(s));
   }

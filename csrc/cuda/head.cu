@@ -13,7 +13,8 @@ int blocks_of_row(const TopK& a) { return (pieces_of(a) + pieces_of_block(a) - 1
 }  // namespace
 
 std::size_t top_k_scratch_bytes(const TopK& a) {
-  return static_cast<std::size_t>(a.M) * static_cast<std::size_t>(blocks_of_row(a)) * top_share_bytes(a.k);
+  return static_cast<std::size_t>(a.M) * static_cast<std::size_t>(blocks_of_row(a)) *
+         static_cast<std::size_t>(a.k) * sizeof(Key);
 }
 
 void top_k(const TopK& a, Stream stream) {

@@ -1,4 +1,4 @@
-// top_k: of a row of logits the k largest, of equals the lower id, and the log of the sum of exp.
+// top_k: of a row of logits the k largest, of equals the lower id.
 //
 // Floor, bytes a row: 4 n_vocab; each logit is read once, 16 bytes a lane wherever the address allows it.
 // Mapping: up to kTopBlocks blocks a row; a block goes through its share in pieces of 4096 logits, 16 a
@@ -6,7 +6,7 @@
 // Choosing k of a piece: the k-th largest of the threads' maxima is a lower bound for the k-th largest of
 // all, and no thread whose maximum is below it has anything above it; so at most 17 k keys are left, in all
 // likelihood not many more than k, and their ranks are counted.
-// Registers: at most 64. Shared memory: 12 KB. Shapes: any n_vocab that has ids of 31 bits, k to kTopK.
+// Registers: at most 64. Shared memory: 12 KB. Shapes: any n_vocab that has ids of 31 bits, k to kTopLogits.
 #pragma once
 
 #include <cmath>
@@ -22,39 +22,12 @@ constexpr int kTopThreads = 256;
 constexpr int kTopBlocks = 64;
 constexpr int kTopPerThread = 16;
 constexpr int kTopPiece = kTopThreads * kTopPerThread;
-static_assert(kTopBlocks * kTopK <= kTopPiece && kTopK <= kTopThreads);
-
-// The sum of exp(x), as a maximum and the sum of exp(x - largest). Of nothing: 0 of minus infinity.
-struct alignas(8) ExpSum {
-  float largest, sum;
-};
-
-__device__ __forceinline__ ExpSum operator+(const ExpSum& a, const ExpSum& b) {
-  if (a.sum == 0.0f) return b;
-  if (b.sum == 0.0f) return a;
-  const float largest = fmaxf(a.largest, b.largest);
-  return {largest, a.sum * expf(a.largest - largest) + b.sum * expf(b.largest - largest)};
-}
-
-// What a block keeps: keys [k], zero behind the last, in no order; and its share of the sum.
-struct TopShare {
-  Key* keys;
-  ExpSum* sum;
-};
-__host__ __device__ constexpr std::size_t top_share_bytes(int k) {
-  return static_cast<std::size_t>(k) * sizeof(Key) + sizeof(ExpSum);
-}
-__device__ __forceinline__ TopShare share_of(const TopK& a, int m, int block, int n_blocks) {
-  std::byte* const at =
-      a.scratch + (std::int64_t{m} * n_blocks + block) * static_cast<std::int64_t>(top_share_bytes(a.k));
-  return {reinterpret_cast<Key*>(at),
-          reinterpret_cast<ExpSum*>(at + static_cast<std::size_t>(a.k) * sizeof(Key))};
-}
+static_assert(kTopBlocks * kTopLogits <= kTopPiece && kTopLogits <= kTopThreads);
 
 struct TopShared {
   Key maxima[kTopThreads];
-  Key candidates[kTopK * (kTopPerThread + 1)];
-  Key best[kTopK];  // the k largest so far, in order, zero behind the last
+  Key candidates[kTopLogits * (kTopPerThread + 1)];
+  Key best[kTopLogits];  // the k largest so far, in order, zero behind the last
   Key bound;
   unsigned n_candidates;
 };
@@ -118,24 +91,20 @@ __device__ __forceinline__ float4 four_logits(const float* row, int first, int n
 
 __global__ void __launch_bounds__(kTopThreads) top_k_kernel(TopK a, int pieces) {
   SMEM_STATIC(TopShared, shared, 1);
-  SMEM_STATIC(float, sums, kMostWarps);
-  SMEM_STATIC(std::uint32_t, largest_of_warp, kMostWarps);
   SMEM_STATIC(unsigned, place, 1);
   TopShared& s = shared[0];
   const int thread = static_cast<int>(threadIdx.x), m = static_cast<int>(blockIdx.y);
   const int block = static_cast<int>(blockIdx.x), n_blocks = static_cast<int>(gridDim.x);
   const float* const row = a.logits + std::int64_t{m} * a.n_vocab;
+  Key* const kept = reinterpret_cast<Key*>(a.scratch) + std::int64_t{m} * n_blocks * a.k;  // [n_blocks, k]
   const int lead = static_cast<int>(reinterpret_cast<std::uintptr_t>(row) / 4 % 4);  // floats into 16 bytes
   if (thread < a.k) s.best[thread] = 0;
 
   Key keys[kTopPerThread];
-  ExpSum sum{-INFINITY, 0.0f};
   int bad = 0;
   for (int piece = 0; piece < pieces; ++piece) {
     const int begin = (block * pieces + piece) * kTopPiece - lead;
     if (begin >= a.n_vocab) break;
-    float x[kTopPerThread];
-    std::uint32_t largest = 0;
     float4 fours[kTopPerThread / 4];
     if (begin >= 0 && begin + kTopPiece <= a.n_vocab) {
       const float4* const from = reinterpret_cast<const float4*>(row + begin) + thread;
@@ -150,32 +119,20 @@ __global__ void __launch_bounds__(kTopThreads) top_k_kernel(TopK a, int pieces) 
 #pragma unroll
     for (int i = 0; i < kTopPerThread / 4; ++i) {
       const int first = begin + 4 * (i * kTopThreads + thread);
-      const float4 four = fours[i];
-      x[4 * i] = four.x;
-      x[4 * i + 1] = four.y;
-      x[4 * i + 2] = four.z;
-      x[4 * i + 3] = four.w;
+      const float x[4] = {fours[i].x, fours[i].y, fours[i].z, fours[i].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const bool inside = first + e >= 0 && first + e < a.n_vocab;
-        keys[4 * i + e] = inside ? key_of(x[4 * i + e], first + e) : 0;
-        largest = inside ? max(largest, ordered(x[4 * i + e])) : largest;
-        bad |= inside && !is_finite(x[4 * i + e]) ? 1 : 0;
+        keys[4 * i + e] = inside ? key_of(x[e], first + e) : 0;
+        bad |= inside && !is_finite(x[e]) ? 1 : 0;
       }
     }
-    const float top = number_of(Key{block_max(largest, largest_of_warp)} << 32);
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kTopPerThread; ++i) total += expf(x[i] - top);  // 0 outside
-    sum = sum + ExpSum{top, block_sum(total, sums)};
     keep_largest(s, keys, a.k);
   }
 
   bad = __syncthreads_or(bad);
   if (thread == 0 && bad != 0) atomicMax(a.bad + m, 1u);
-  const TopShare mine = share_of(a, m, block, n_blocks);
-  if (thread < a.k) st_global(mine.keys + thread, s.best[thread]);
-  if (thread == 0) st_global(mine.sum, sum);
+  if (thread < a.k) st_global(kept + block * a.k + thread, s.best[thread]);
   __syncthreads();
   if (thread == 0) {
     __threadfence();
@@ -188,29 +145,18 @@ __global__ void __launch_bounds__(kTopThreads) top_k_kernel(TopK a, int pieces) 
 #pragma unroll
   for (int i = 0; i < kTopPerThread; ++i) {
     const int at = i * kTopThreads + thread;
-    keys[i] = at < n_blocks * a.k ? ld_global(share_of(a, m, at / a.k, n_blocks).keys + at % a.k) : 0;
+    keys[i] = at < n_blocks * a.k ? ld_global(kept + at) : 0;
   }
   if (thread < a.k) s.best[thread] = 0;
   __syncthreads();
   keep_largest(s, keys, a.k);
-  Candidates* const out = a.out + m;
-  if (thread < kTopK) {
+  TopLogits* const out = a.out + m;
+  if (thread < kTopLogits) {
     const Key key = thread < a.k ? s.best[thread] : 0;
-    st_global(out->id + thread, key != 0 ? index_of(key) : -1);
-    st_global(out->logit + thread, key != 0 ? number_of(key) : 0.0f);
+    st_global(out->ids + thread, key != 0 ? index_of(key) : -1);
+    st_global(out->logits + thread, key != 0 ? number_of(key) : 0.0f);
   }
-  if (thread >= 32) return;
-  ExpSum all{-INFINITY, 0.0f};
-  for (int b = thread; b < n_blocks; b += 32) all = all + ld_global(share_of(a, m, b, n_blocks).sum);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    const float largest = shfl_xor(kFullWarp, all.largest, step);
-    const float other_sum = shfl_xor(kFullWarp, all.sum, step);
-    all = all + ExpSum{largest, other_sum};
-  }
-  if (thread != 0) return;
-  st_global(&out->log_sum, all.largest + logf(all.sum));
-  st_global(a.arrived + m, 0u);
+  if (thread == 0) st_global(a.arrived + m, 0u);
 }
 
 }  // namespace ringlm::cuda

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "gguf/types.h"
+#include "ops/device.h"
 #include "ringlm/config.h"
 #include "ringlm/kv_format.h"
 
@@ -38,7 +39,6 @@ constexpr int kGroupRows = 4;      // rows of a matrix that lie together (pack.h
 constexpr int kMostRows = 8;       // rows of a step that gemv takes
 constexpr int kEpochs = 3;         // ops/ops.h: own, previous, of the pinned rows
 constexpr int kMostExperts = 512;  // of a layer
-constexpr int kTopK = 64;          // most candidates that top_k gives
 
 __host__ __device__ constexpr int blocks_of(int cols) { return (cols + kBlock - 1) / kBlock; }
 
@@ -257,18 +257,13 @@ void route(const Route& a, Stream stream);  // as ops/route.cpp does
 void mix_experts(const float* from, const float* shared, const float* weights, int M, int n_used, int cols,
                  float* y, Stream stream);
 
-// ---- head.h: what greedy and top-k need of logits. So far steps use it to see whether all are finite
+// ---- head.h: what greedy and top-k need of logits, and whether all are finite
 
-struct Candidates {        // of one row
-  std::int32_t id[kTopK];  // the largest logit first, of equals the lower id; -1 behind the last
-  float logit[kTopK];
-  float log_sum;  // log of the sum of exp(logit)
-};
 struct TopK {
   const float* logits;  // [M, n_vocab]
   int M, n_vocab;
-  int k;               // 1 to kTopK; 1 is argmax
-  Candidates* out;     // [M]
+  int k;               // 1 to kTopLogits; 1 is argmax
+  TopLogits* out;      // [M]
   std::byte* scratch;  // [top_k_scratch_bytes]
   unsigned* arrived;   // [M], zero before and after
   std::uint32_t* bad;  // [M] becomes 1 where a logit is not finite

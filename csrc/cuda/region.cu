@@ -15,9 +15,10 @@ Quantized take_quantized(Places& places, std::int64_t M, std::int32_t cols) {
           places.take<float>(Quantized::square_bytes(cols, M) / sizeof(float)), cols};
 }
 
-// What a captured step depends on besides its upload: M and the formats of its rows.
+// What a captured step depends on besides its upload: M, the formats of its rows, and where logits stay.
 std::uint64_t key_of(const Step& s) {
-  std::uint64_t key = 1;
+  const KeptLogits* kept = s.rows[0].kept;
+  std::uint64_t key = kept ? 2u + static_cast<unsigned>(kept->row) : 1u;
   for (const Row& row : s.rows) {
     const kv::Layout& l = row.kv->layout();
     key = key * 4 + (l.k_format == KvFormat::Int8) * 2u + (l.v_format == KvFormat::Int8);
@@ -63,10 +64,10 @@ Scratch::Scratch(const Config& c, std::int64_t M, int n_sm, std::uint8_t* base) 
   a.n_head = c.n_head, a.n_head_kv = c.n_head_kv, a.head_dim = c.head_dim;
   partial = places.take<float>(attend_partial_floats(a));
   arrived = places.take<unsigned>(size(kMostRows) * size(c.n_head_kv + 1));
-  logits = places.take<float>(size(few) * size(c.n_vocab));
-  candidates = places.take<Candidates>(size(few));
+  logits = places.take<float>(std::max(size(few), std::size_t{2}) * size(c.n_vocab));
+  largest = places.take<TopLogits>(size(few));
   TopK heads{};
-  heads.M = static_cast<int>(few), heads.n_vocab = c.n_vocab, heads.k = kTopK;
+  heads.M = static_cast<int>(few), heads.n_vocab = c.n_vocab, heads.k = kTopLogits;
   top_k = places.take<std::byte>(top_k_scratch_bytes(heads));
   bytes = places.used();
 }
@@ -74,12 +75,14 @@ Scratch::Scratch(const Config& c, std::int64_t M, int n_sm, std::uint8_t* base) 
 Region::Region(const Config& c, std::size_t bytes, std::size_t host_bytes, std::int64_t M,
                std::function<void(Region*)> gone)
     : M_(M),
+      n_vocab_(size(c.n_vocab)),
       gone_(std::move(gone)),
       memory_(bytes, "a session"),
       layers_(size(c.n_layer) * sizeof(KvLayer), "a session"),
       host_(host_bytes, "a session"),
       staging_(Upload(c, M, nullptr).bytes, "a session"),
-      bad_(size(M) * sizeof(std::uint32_t), "a session") {
+      bad_(size(M) * sizeof(std::uint32_t), "a session"),
+      largest_(sizeof(TopLogits), "a session") {
   check(cudaMemsetAsync(memory_.data(), 0, bytes, stream.get()), "clearing the memory of a session");
   std::ranges::fill(host_.span(), std::uint8_t{0});
   stream.synchronize("clearing the memory of a session");
@@ -151,7 +154,7 @@ void Region::finish(const Config& c, const Step& s) {
   if (way != Way::Replay) {
     const Upload up(c, static_cast<std::int64_t>(s.rows.size()), scratch->upload);
     check_finite(s.a.x.data(), static_cast<int>(s.rows.size()), c.n_embd, up.bad, stream.get());
-    fetch_bad(c, s);
+    fetch_marks(c, s);
   }
   if (way == Way::Capture) {
     way = Way::Direct;  // the capture ends here, well or not
@@ -162,13 +165,11 @@ void Region::finish(const Config& c, const Step& s) {
   }
   if (way == Way::Replay) {
     graphs_.at(key_).launch(stream.get());
-    for (std::size_t m = 0; m < s.rows.size(); ++m) {
-      fetch_logits(c, static_cast<std::int64_t>(m), s.rows[m].logits);
-    }
+    fetch_logits(c, s);
   }
   stream.synchronize("a step");
   way = Way::Direct;
-  take_bad(s);
+  take_marks(s);
 }
 
 // Nothing of the step may still run when another one begins, of this session or of one that shares its rows.
@@ -182,9 +183,9 @@ void Region::abandon() noexcept {
 }
 
 void Region::synchronize(const Config& c, const Step& s) {
-  fetch_bad(c, s);
+  fetch_marks(c, s);
   stream.synchronize("a step");
-  take_bad(s);
+  take_marks(s);
 }
 
 void Region::fetch_logits(const Config& c, std::int64_t from, float* to) {
@@ -193,19 +194,30 @@ void Region::fetch_logits(const Config& c, std::int64_t from, float* to) {
         "reading logits");
 }
 
-void Region::fetch_bad(const Config& c, const Step& s) {
+void Region::fetch_logits(const Config& c, const Step& s) {
+  if (s.rows[0].kept) return;
+  for (std::size_t m = 0; m < s.rows.size(); ++m)
+    fetch_logits(c, static_cast<std::int64_t>(m), s.rows[m].logits);
+}
+
+void Region::fetch_marks(const Config& c, const Step& s) {
   const Upload up(c, static_cast<std::int64_t>(s.rows.size()), scratch->upload);
   check(cudaMemcpyAsync(bad_.data(), up.bad, s.rows.size() * sizeof(std::uint32_t), cudaMemcpyDeviceToHost,
                         stream.get()),
         "reading a step's marks");
+  if (!s.rows[0].kept) return;
+  check(cudaMemcpyAsync(largest_.data(), scratch->largest, sizeof(TopLogits), cudaMemcpyDeviceToHost,
+                        stream.get()),
+        "reading the largest logits");
 }
 
-void Region::take_bad(const Step& s) const {
+void Region::take_marks(const Step& s) const {
   for (std::size_t m = 0; m < s.rows.size(); ++m) s.bad[m] |= bad_.as<std::uint32_t>()[m] != 0 ? 1 : 0;
+  if (s.rows[0].kept) s.rows[0].kept->largest = *largest_.as<TopLogits>();
 }
 
 std::size_t Region::staging_bytes(const Config& c, std::int64_t M) {
-  return Upload(c, M, nullptr).bytes + size(M) * sizeof(std::uint32_t);
+  return Upload(c, M, nullptr).bytes + size(M) * sizeof(std::uint32_t) + sizeof(TopLogits);
 }
 
 }  // namespace ringlm::cuda

@@ -60,9 +60,9 @@ struct Scratch {
   half* halves;             // inputs of gemm, of all rows and any width
   float* half_steps;        // [M]
   float* partial;           // of attend
-  unsigned* arrived;  // [kMostRows, n_head_kv] of attend, then [kMostRows] of top_k; zero between launches
-  float* logits;      // [kMostRows, n_vocab]
-  Candidates* candidates;  // [kMostRows]
+  unsigned* arrived;   // [kMostRows, n_head_kv] of attend, then [kMostRows] of top_k; zero between launches
+  float* logits;       // [kMostRows, n_vocab]; those of a single row that keeps them, in one of the first two
+  TopLogits* largest;  // [kMostRows]
   std::byte* top_k;
   std::size_t bytes;
 
@@ -77,6 +77,9 @@ class Region final : public DeviceRegion {
 
   std::span<std::byte> bytes() const override { return std::as_writable_bytes(memory_.span()); }
   std::span<std::byte> host() const override { return std::as_writable_bytes(host_.span()); }
+  std::span<const float> logits(int row) const override {
+    return {scratch->logits + static_cast<std::size_t>(row) * n_vocab_, n_vocab_};
+  }
 
   // Bytes of pinned memory that a region takes besides.
   static std::size_t staging_bytes(const Config& c, std::int64_t M);
@@ -95,8 +98,10 @@ class Region final : public DeviceRegion {
   void synchronize(const Config& c, const Step& s);
   void abandon() noexcept;
 
-  // Row `from` of Scratch::logits, on its way to the host.
+  // Row `from` of Scratch::logits, on its way to the host; or those of all rows of a step that all want them,
+  // unless they stay here.
   void fetch_logits(const Config& c, std::int64_t from, float* to);
+  void fetch_logits(const Config& c, const Step& s);
 
   const StreamHandle stream;
   std::optional<Scratch> scratch;
@@ -112,13 +117,14 @@ class Region final : public DeviceRegion {
 
  private:
   void upload(const Config& c, const Step& s, const LayersOf& layers_of);
-  void fetch_bad(const Config& c, const Step& s);
-  void take_bad(const Step& s) const;
+  void fetch_marks(const Config& c, const Step& s);
+  void take_marks(const Step& s) const;
 
   const std::int64_t M_;  // most rows of a step
+  const std::size_t n_vocab_;
   std::function<void(Region*)> gone_;
   DeviceMemory memory_, layers_;
-  PinnedMemory host_, staging_, bad_;
+  PinnedMemory host_, staging_, bad_, largest_;  // the last two: what every step gives
   std::uint64_t key_ = 0;
   std::map<std::uint64_t, Graph> graphs_;  // by what a step depends on besides its upload
   bool has_layers_ = false;

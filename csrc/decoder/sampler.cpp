@@ -8,6 +8,7 @@
 #include "ringlm/sampler.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <sstream>
@@ -24,6 +25,7 @@ namespace {
 using namespace detail;
 
 constexpr std::int32_t kMaxWindow = 1 << 20;
+constexpr std::size_t kFew = 64;  // logits that are drawn from without the others
 
 std::size_t index_of(float value, const float* x, std::size_t n) {
   return static_cast<std::size_t>(std::find(x, x + n, value) - x);
@@ -162,6 +164,7 @@ struct Sampler::Impl {
   std::vector<std::int32_t> counts;  // [n_vocab] occurrences in the window
 
   Block tail, edge;               // of the row
+  std::vector<float> few;         // [kFew blocks] where few logits are drawn from, minus infinity else
   std::vector<float> adjusted;    // [n_vocab] logits with bias and penalties
   std::vector<float> block_max;   // [n_blocks]
   std::vector<double> block_cum;  // [n_blocks] running sum of the bounds that the draw uses
@@ -187,9 +190,17 @@ struct Sampler::Impl {
     }
     if (penalize || !params.logit_bias.empty()) adjusted.resize(n_vocab);
     if (params.temperature > 0 && (top_k_on() || params.top_p < 1)) truncation = Truncation(n_vocab);
+    if (params.temperature > 0 && n_needed() < n_vocab) few.resize(kFew * kBlock, -kInf);
   }
 
   bool top_k_on() const { return params.top_k > 0 && static_cast<std::size_t>(params.top_k) < n_vocab; }
+
+  std::size_t n_needed() const {
+    if (!adjusted.empty()) return n_vocab;
+    if (params.temperature == 0) return 1;
+    const auto k = static_cast<std::size_t>(params.top_k);
+    return top_k_on() && k <= kFew ? k : n_vocab;
+  }
 
   void push(std::int32_t token) noexcept {
     if (!penalize) return;
@@ -236,7 +247,7 @@ struct Sampler::Impl {
   // to its largest weight, and one of its kBlock places evenly; that is accepted with its weight over the
   // largest one, and never if it is not kept. So a token is returned in proportion to its weight. A block
   // that is proposed holds a token of its largest weight, so fewer than kBlock proposals are expected.
-  std::int32_t draw(const Row& row, float max) {
+  std::size_t draw(const Row& row, float max) {
     const Weigher weigh(max, inv_t);
     double total = 0;
     for (std::size_t b = 0; b < row.n_blocks(); ++b) {
@@ -244,8 +255,9 @@ struct Sampler::Impl {
       block_cum[b] = total;
     }
     while (true) {
-      const auto found = std::upper_bound(block_cum.begin(), block_cum.end(), rng.uniform() * total);
-      if (found == block_cum.end()) continue;  // the product was rounded up to the total
+      const auto end = block_cum.begin() + static_cast<std::ptrdiff_t>(row.n_blocks());
+      const auto found = std::upper_bound(block_cum.begin(), end, rng.uniform() * total);
+      if (found == end) continue;  // the product was rounded up to the total
       const auto b = static_cast<std::size_t>(found - block_cum.begin());
       static_assert(kBlock == 256);
       const std::uint64_t bits = rng.next();
@@ -254,7 +266,7 @@ struct Sampler::Impl {
       const float x = row.block(b)[i];
       if (x < row.lowest(b)) continue;
       if (u * static_cast<double>(weigh(block_max[b])) < static_cast<double>(weigh(x))) {
-        return static_cast<std::int32_t>(b * kBlock + i);
+        return b * kBlock + i;
       }
     }
   }
@@ -268,24 +280,68 @@ struct Sampler::Impl {
     if (bad < n_vocab) not_finite(logits[bad], bad, "a finite number; the model's output is unusable");
 
     Row row(adjust(logits), tail, edge);
-    const float max = block_maxima(row, block_max);
-    std::int32_t token = 0;
-    if (params.temperature == 0) {
-      const std::size_t b = index_of(max, block_max.data(), block_max.size());
-      token = static_cast<std::int32_t>(b * kBlock + index_of(max, row.block(b), kBlock));
-    } else {
-      if (top_k_on()) {
-        row.keep(truncation.top_k(row, block_max, max, static_cast<std::size_t>(params.top_k)));
-      };
-      if (params.top_p < 1) row.keep(truncation.top_p(row, block_max, max, params.top_p));
-      if (params.min_p > 0) {
-        const float lowest = float_not_below(max + log_min_p);
-        if (lowest > row.cut().lowest) row.keep({lowest, kAll});
-      }
-      token = draw(row, max);
-    }
+    const auto token = static_cast<std::int32_t>(pick(row));
     push(token);
     return token;
+  }
+
+  // The row's place of the token.
+  std::size_t pick(Row& row) {
+    const std::span<float> maxima = std::span(block_max).first(row.n_blocks());
+    const float max = block_maxima(row, maxima);
+    if (params.temperature == 0) {
+      const std::size_t b = index_of(max, maxima.data(), maxima.size());
+      return b * kBlock + index_of(max, row.block(b), kBlock);
+    }
+    if (top_k_on()) row.keep(truncation.top_k(row, maxima, max, static_cast<std::size_t>(params.top_k)));
+    if (params.top_p < 1) row.keep(truncation.top_p(row, maxima, max, params.top_p));
+    if (params.min_p > 0) {
+      const float lowest = float_not_below(max + log_min_p);
+      if (lowest > row.cut().lowest) row.keep({lowest, kAll});
+    }
+    return draw(row, max);
+  }
+
+  // Of a row only the blocks that have one of these logits are made, with minus infinity for what is not
+  // among them: truncation drops that before anything is summed or drawn, so all is as with the whole row.
+  std::int32_t sample(std::span<const std::int32_t> ids, std::span<const float> logits) {
+    const std::size_t n = n_needed();
+    if (n == n_vocab || ids.size() < n || logits.size() != ids.size()) {
+      throw InvalidArgument("there are " + std::to_string(ids.size()) + " ids and " +
+                            std::to_string(logits.size()) + " logits; expected as many of each, at least " +
+                            std::to_string(n) + (n == n_vocab ? ", and in the order of ids" : ""));
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+      if (ids[i] < 0 || static_cast<std::size_t>(ids[i]) >= n_vocab) {
+        throw InvalidArgument("id " + std::to_string(i) + " is " + std::to_string(ids[i]) +
+                              "; expected 0 to " + std::to_string(n_vocab - 1));
+      }
+      if (!std::isfinite(logits[i])) {
+        not_finite(logits[i], static_cast<std::size_t>(ids[i]),
+                   "a finite number; the model's output is unusable");
+      }
+    }
+    if (params.temperature == 0) return ids[0];
+
+    std::array<std::size_t, kFew> blocks;  // ascending
+    for (std::size_t i = 0; i < n; ++i) blocks[i] = static_cast<std::size_t>(ids[i]) / kBlock;
+    const auto end_of_ids = blocks.begin() + static_cast<std::ptrdiff_t>(n);
+    std::sort(blocks.begin(), end_of_ids);
+    const auto end = std::unique(blocks.begin(), end_of_ids);
+    const auto fill = [&](auto value_of) {
+      for (std::size_t i = 0; i < n; ++i) {
+        const auto id = static_cast<std::size_t>(ids[i]);
+        const auto b =
+            static_cast<std::size_t>(std::lower_bound(blocks.begin(), end, id / kBlock) - blocks.begin());
+        few[b * kBlock + id % kBlock] = value_of(i);
+      }
+    };
+    fill([&](std::size_t i) { return logits[i]; });
+    Row row(std::span<const float>(few).first(static_cast<std::size_t>(end - blocks.begin()) * kBlock), tail,
+            edge);
+    const std::size_t at = pick(row);
+    fill([](std::size_t) { return -kInf; });
+    return static_cast<std::int32_t>(blocks[at / kBlock] * kBlock + at % kBlock);
   }
 };
 
@@ -301,6 +357,10 @@ Sampler::Sampler(Sampler&&) noexcept = default;
 Sampler& Sampler::operator=(Sampler&&) noexcept = default;
 
 std::int32_t Sampler::sample(std::span<const float> logits) { return impl_->sample(logits); }
+std::int32_t Sampler::sample(std::span<const std::int32_t> ids, std::span<const float> logits) {
+  return impl_->sample(ids, logits);
+}
+std::int32_t Sampler::n_needed() const noexcept { return static_cast<std::int32_t>(impl_->n_needed()); }
 
 void Sampler::accept(std::span<const std::int32_t> tokens) {
   for (std::size_t i = 0; i < tokens.size(); ++i) {

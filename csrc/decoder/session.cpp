@@ -120,6 +120,9 @@ void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, st
                regime};
   }
 
+  const bool keeps = memory.device && rows.size() == 1 && all.empty() && last;
+  if (keeps) rows[0].kept = &memory.kept[size(1 - current)];
+
   begin(tokens.size());
   Measurement measurement(&trace);
   compute(*this, rows, before_layer, measurement.seconds());
@@ -129,7 +132,7 @@ void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, st
   if (!all.empty() && last) {
     std::copy(all.end() - static_cast<std::ptrdiff_t>(n_vocab), all.end(), spare_logits().begin());
   }
-  commit(tokens, last);
+  commit(tokens, last, keeps);
   measurement.stop();
   measurement.add_to(trace, kind, p.config, p.weights, rows);
 }
@@ -158,9 +161,11 @@ void Session::Impl::make_ready(std::size_t n) {
   regime = wanted;
 }
 
-void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits) {
+void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits, bool kept_logits) {
   if (new_logits) current = 1 - current;
   has_logits = new_logits;
+  kept = kept_logits;
+  fetched = !kept_logits;
   const kv::Ring r = text_ring();
   const std::lock_guard lock(text);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -171,6 +176,11 @@ void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits
 
 std::span<const float> Session::Impl::logits() const {
   if (!has_logits) throw StateError("there are no logits: feed a token first");
+  if (!fetched) {
+    model->parts().ops->device()->copy(std::as_writable_bytes(memory.logits[current]),
+                                       std::as_bytes(memory.device->logits(current)));
+    fetched = true;
+  }
   return memory.logits[current];
 }
 
@@ -263,8 +273,15 @@ std::span<const float> Session::logits() const {
 }
 
 std::int32_t Session::sample(Sampler& sampler) const {
+  const Impl& s = *impl_;
   const Impl::Use use(*impl_);
-  return sampler.sample(impl_->logits());
+  const std::int32_t n_vocab = s.model->config().n_vocab;
+  const std::int32_t n = std::min(kTopLogits, n_vocab - 1);
+  if (s.has_logits && s.kept && sampler.n_vocab() == n_vocab && sampler.n_needed() <= n) {
+    const TopLogits& largest = s.memory.kept[size(s.current)].largest;
+    return sampler.sample(std::span(largest.ids).first(size(n)), std::span(largest.logits).first(size(n)));
+  }
+  return sampler.sample(s.logits());
 }
 
 float Session::log_probability(std::int32_t id) const {

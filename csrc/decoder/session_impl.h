@@ -35,6 +35,8 @@ struct Session::Impl {
   std::int32_t regime = 0;
   int current = 0;  // of memory.logits: those of the last step
   bool has_logits = false;
+  bool kept = false;             // those are on the device, and the largest in memory.kept
+  mutable bool fetched = false;  // and in memory.logits, too
   std::atomic<bool> cancelled{false};
   std::atomic<bool> busy{false};
   std::atomic<bool> closed{false};
@@ -73,7 +75,7 @@ struct Session::Impl {
   // A step has three parts. begin() says which rows it may write over, compute() writes them, commit() moves
   // on.
   void begin(std::size_t n_tokens);
-  void commit(std::span<const std::int32_t> tokens, bool new_logits);
+  void commit(std::span<const std::int32_t> tokens, bool new_logits, bool kept_logits = false);
 
   // One atomic step of at most `chunk` tokens. Logits of all go to `all` [n, n_vocab], where that is not
   // empty; those of the last one are kept when `last`.

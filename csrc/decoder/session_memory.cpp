@@ -86,6 +86,7 @@ SessionPlan carve(SessionMemory& m, std::span<std::byte> bytes, std::span<std::b
 
   const auto layers = host.take<kv::Cache::Layer>(size(c.n_layer));
   for (std::span<float>& logits : m.logits) logits = host.take<float>(size(c.n_vocab));
+  m.kept = host.take<KeptLogits>(device ? 2 : 0);
   m.ids = host.take<std::int32_t>(size(kv::make_ring(0, o.n_ctx, o.pinned, o.chunk).capacity));
   m.held_from = host.take<std::int64_t>(size(c.n_layer) + 1);
   m.rows = host.take<Row>(M);
@@ -221,6 +222,7 @@ SessionMemory::SessionMemory(const Model& model, const SessionOptions& o) {
     device = on->allocate(plan.device_bytes, host_bytes, o.chunk);
     a.region = device.get();
     carve(*this, device->bytes(), device->host(), c, ops, o);
+    for (int row : {0, 1}) kept[size(row)].row = row;
   } else {
     region = host::Region(plan.nbytes - object_bytes(), "a session");
     carve(*this, region.bytes(), {}, c, ops, o);

@@ -32,6 +32,7 @@ struct SessionMemory {
   Activations a;
   std::span<float> tiles;             // [Ops::tile_floats]
   std::span<float> logits[2];         // [n_vocab] of the last step, and of the one that runs
+  std::span<KeptLogits> kept;         // [2] of the same, on a device
   std::span<std::int32_t> ids;        // [slots of the text's ring]
   std::span<std::int64_t> held_from;  // [n_layer + 1]: the lowest moving position whose row is still there;
                                       // the last entry is for ids

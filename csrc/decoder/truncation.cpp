@@ -287,7 +287,8 @@ Cut Truncation::top_k(const Row& row, std::span<const float> block_max, float ma
     // k blocks hold a logit of at least the k-th largest block maximum.
     std::copy(block_max.begin(), block_max.end(), order_.begin());
     const auto kth = order_.begin() + static_cast<std::ptrdiff_t>(k - 1);
-    std::nth_element(order_.begin(), kth, order_.end(), std::greater<>());
+    const auto end = order_.begin() + static_cast<std::ptrdiff_t>(n_blocks);
+    std::nth_element(order_.begin(), kth, end, std::greater<>());
     bracket.lo = std::max(*kth, whole.lo);
   } else {
     double n = 0;

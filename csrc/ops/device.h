@@ -9,12 +9,28 @@
 
 namespace ringlm {
 
+// The largest logits of a row: the largest first, of equals the lower id. Behind the last, ids are -1.
+constexpr int kTopLogits = 64;
+struct TopLogits {
+  std::int32_t ids[kTopLogits];
+  float logits[kTopLogits];
+};
+
+// Logits that stay on the device while the host draws from the largest.
+struct KeptLogits {
+  int row;  // DeviceRegion::logits
+  TopLogits largest;
+};
+
 // The memory of one session, zeroed.
 class DeviceRegion {
  public:
   virtual ~DeviceRegion() = default;
   virtual std::span<std::byte> bytes() const = 0;  // on the device: the host must not look at it
   virtual std::span<std::byte> host() const = 0;   // on the host, where the device reaches it best
+  // [n_vocab] on the device: where a step has left the logits of a single row. There are two, 0 and 1, so
+  // that those of the last step are there until the next one has come to its end.
+  virtual std::span<const float> logits(int row) const = 0;
 };
 
 class Device {

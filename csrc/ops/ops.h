@@ -29,6 +29,8 @@ struct Row {
   float* logits;        // [n_vocab], or null where nobody asks
   float* tiles;         // backend scratch of attend: [Ops::tile_floats] of the row's session
   std::int32_t regime;  // of its angles (model/rope.h)
+  // Not null in steps of one row, on a device: logits stay there, and what `logits` points to is untouched.
+  KeptLogits* kept = nullptr;
 };
 
 // Which epochs a query can meet, for the tables and offsets below.

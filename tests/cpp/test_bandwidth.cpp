@@ -1,5 +1,4 @@
 // The reader that says how fast memory is.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "cpu/bandwidth.h"
 
 #include <doctest/doctest.h>

@@ -1,6 +1,5 @@
 // Rows of every weight type as float32: the vectors of each instruction set against the plain functions of
 // gguf/blocks.h (which tests/python/test_blocks.py compares with the `gguf` package), bit for bit.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "gguf/blocks.h"
 
 #include <doctest/doctest.h>

@@ -1,5 +1,4 @@
 // Finding and loading the CUDA backend, with libraries that have no CUDA in them (fake_cuda_library.cpp).
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cstdlib>

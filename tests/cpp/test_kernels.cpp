@@ -1,5 +1,4 @@
 // The inner loops of every instruction set that this machine runs, against plain loops in double.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "cpu/kernels.h"
 
 #include <doctest/doctest.h>

@@ -1,5 +1,4 @@
 // Matrix products of every instruction set that this machine runs, against plain loops in double.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,5 +1,4 @@
 // The ring's arithmetic, the rotation, and what happens to a session when a step fails anywhere.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "kv/ring.h"
 
 #include <doctest/doctest.h>

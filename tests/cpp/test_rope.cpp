@@ -1,5 +1,4 @@
 // RoPE: angles, scalings, and which elements turn.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "model/rope.h"
 
 #include <doctest/doctest.h>

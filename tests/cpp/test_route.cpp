@@ -1,5 +1,4 @@
 // Which experts tokens go to, the slots that they get, and that those fit into the buffers.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,4 +1,3 @@
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -6,12 +5,16 @@
 #include <cmath>
 #include <cstdlib>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <new>
+#include <numeric>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "decoder/sampler_math.h"
@@ -238,6 +241,8 @@ TEST_CASE("sampling allocates nothing") {
   settings[5].top_k = 4000;
   settings[5].min_p = 0.01;
   const std::vector<std::int32_t> prompt{1, 2, 3};
+  std::vector<std::int32_t> few(64);
+  std::iota(few.begin(), few.end(), 0);
   for (const SamplerParams& p : settings) {
     Sampler s(static_cast<std::int32_t>(n), p);
     const std::size_t before = n_allocations;
@@ -245,11 +250,93 @@ TEST_CASE("sampling allocates nothing") {
       s.accept(prompt);
       s.sample(logits);
       s.sample(equal);
+      if (s.n_needed() <= 64) s.sample(few, std::span(logits).first(64));
     }
     s.reset();
     CHECK(n_allocations == before);
   }
   CHECK(n_allocations > 0);
+}
+
+// The largest k logits of a row and their ids, the largest first, of equals the lower id.
+std::pair<std::vector<std::int32_t>, std::vector<float>> largest(const std::vector<float>& x, std::size_t k) {
+  std::vector<std::int32_t> ids(x.size());
+  std::iota(ids.begin(), ids.end(), 0);
+  const auto at = [&](std::int32_t id) { return x[static_cast<std::size_t>(id)]; };
+  std::ranges::stable_sort(ids, std::greater<>(), at);
+  ids.resize(std::min(k, x.size()));
+  std::vector<float> logits(ids.size());
+  std::ranges::transform(ids, logits.begin(), at);
+  return {ids, logits};
+}
+
+TEST_CASE("a draw from the largest logits is the draw from all of them") {
+  std::vector<SamplerParams> settings(1, plain(0));
+  for (const std::int32_t k : {1, 2, 5, 40, 63, 64}) {
+    SamplerParams p = plain(k == 2 ? 0.3 : 1.7);
+    p.top_k = k;
+    settings.push_back(p);
+    p.top_p = 0.8, p.min_p = 0.02;
+    settings.push_back(p);
+    p.top_p = 0.999, p.min_p = 0.3;
+    settings.push_back(p);
+  }
+  for (const std::size_t n : {65, 256, 257, 5000, 40'003}) {
+    std::vector<float> equal(n, 1.0f), steps(n);
+    for (std::size_t i = 0; i < n; ++i)
+      steps[i] = static_cast<float>(i % 7) * -0.0f + static_cast<float>(i % 3);
+    for (const auto& logits :
+         {normal_logits(n, 0.1f), normal_logits(n, 3), normal_logits(n, 30), equal, steps}) {
+      for (const SamplerParams& p : settings) {
+        CAPTURE(n);
+        CAPTURE(p.top_k);
+        CAPTURE(p.top_p);
+        Sampler all(static_cast<std::int32_t>(n), p), few(all);
+        REQUIRE(all.n_needed() == (p.temperature == 0 ? 1 : p.top_k));
+        for (const auto& given :
+             {largest(logits, 64), largest(logits, static_cast<std::size_t>(all.n_needed()))}) {
+          for (int i = 0; i < 20; ++i) CHECK(all.sample(logits) == few.sample(given.first, given.second));
+        }
+        const std::vector<float> other = normal_logits(n, 1, 2);  // nothing of the former is left
+        const auto [ids, values] = largest(other, 64);
+        CHECK(all.sample(other) == few.sample(ids, values));
+      }
+    }
+  }
+}
+
+TEST_CASE("what needs all logits says so") {
+  const auto needed = [](auto change) {
+    SamplerParams p = plain();
+    p.top_k = 40;
+    change(p);
+    return Sampler(1000, p).n_needed();
+  };
+  CHECK(needed([](SamplerParams&) {}) == 40);
+  CHECK(needed([](SamplerParams& p) { p.top_k = 64; }) == 64);
+  CHECK(needed([](SamplerParams& p) { p.top_k = 65; }) == 1000);
+  CHECK(needed([](SamplerParams& p) { p.top_k = 0; }) == 1000);
+  CHECK(needed([](SamplerParams& p) { p.temperature = 0, p.top_k = 0; }) == 1);
+  CHECK(needed([](SamplerParams& p) { p.temperature = 0, p.logit_bias = {{3, 1.0}}; }) == 1000);
+  CHECK(needed([](SamplerParams& p) { p.repetition_penalty = 1.1; }) == 1000);
+  CHECK(needed([](SamplerParams& p) { p.repetition_penalty = 1.1, p.penalty_window = 0; }) == 40);
+
+  SamplerParams p = plain();
+  p.top_k = 2;
+  Sampler s(1000, p), before(s);
+  const std::vector<float> logits = normal_logits(1000, 1), two{1, 1}, bad{1, kNan};
+  const std::vector<std::int32_t> one_id{7}, ids{7, 9}, unknown{7, 1000};
+  const auto refused = [&](std::span<const std::int32_t> of, std::span<const float> x, const char* part) {
+    return contains(message<InvalidArgument>([&] { s.sample(of, x); }), part);
+  };
+  CHECK(refused(one_id, std::span(two).first(1), "1 ids and 1 logits; expected as many of each, at least 2"));
+  CHECK(refused(ids, std::span(two).first(1), "2 ids and 1 logits"));
+  CHECK(refused(unknown, two, "id 1 is 1000; expected 0 to 999"));
+  CHECK(contains(message<NumericError>([&] { s.sample(ids, bad); }), "logit 9 is nan"));
+  CHECK(s.sample(logits) == before.sample(logits));
+  p.top_k = 0;
+  CHECK(
+      contains(message<InvalidArgument>([&] { Sampler(1000, p).sample(ids, two); }), "in the order of ids"));
 }
 
 TEST_CASE("temperature 0 takes the largest adjusted logit, the lower id of equals") {

@@ -1,5 +1,4 @@
 // Sessions on a tiny model: bit-equality, atomic steps, threads, and no allocation after opening.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "ringlm/session.h"
 
 #include <doctest/doctest.h>

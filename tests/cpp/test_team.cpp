@@ -1,5 +1,4 @@
 // The thread team, and what it reads about the machine.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "cpu/team.h"
 
 #include <doctest/doctest.h>

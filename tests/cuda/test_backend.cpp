@@ -132,13 +132,13 @@ TEST_CASE("a text that slides through its ring for longer than it is, with pinne
         1e-2);
 }
 
-TEST_CASE("the captured graph computes what single launches do, and there is one for all positions") {
+TEST_CASE("captured graphs compute what single launches do, and two are for all positions") {
   const tiny::File file(config());
   const auto with = on_gpu(file), without = on_gpu(file, {}, {.graph = false});
   SessionOptions o = options(KvFormat::Int8, KvFormat::Int8);
   o.n_ctx = 20, o.chunk = 4, o.pinned = 3, o.overflow = Overflow::Slide;
   Session a(with, o), b(without, o);
-  simt::fail_call("cudaGraphInstantiate", 2, cudaErrorUnknown);  // which would throw
+  simt::fail_call("cudaGraphInstantiate", 3, cudaErrorUnknown);  // which would throw
   for (const std::int32_t id : text(kSlowBuild ? 8 : 30)) {
     a.decode(id);
     b.decode(id);
@@ -220,6 +220,33 @@ TEST_CASE("logits of every token of a prefill" * doctest::skip(kSlowBuild)) {
   }
 }
 
+TEST_CASE("draws come from the largest logits, and the others from the device when somebody asks" *
+          doctest::skip(simt::kHardware)) {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  const SessionOptions o = options(KvFormat::F16, KvFormat::F16);
+  SamplerParams top_k;
+  top_k.temperature = 2.0, top_k.top_k = 20;
+  SamplerParams greedy = top_k, penalized = top_k, all = top_k;
+  greedy.temperature = 0, penalized.repetition_penalty = 1.5, all.top_k = 0;
+  for (const SamplerParams& p : {top_k, greedy, penalized, all}) {
+    Session s(gpu, o);
+    Sampler from_session(config().n_vocab, p), from_logits(config().n_vocab, p);
+    s.prefill(text(5));
+    for (int i = 0; i < (kSlowBuild ? 3 : 12); ++i) {
+      simt::fail_call("cudaMemcpyAsync", 1, cudaErrorUnknown);
+      if (i > 0 && from_session.n_needed() > kTopLogits) {
+        CHECK_THROWS_AS(s.sample(from_session), DeviceError);
+        simt::reset_runtime();
+      }
+      const std::int32_t token = s.sample(from_session);
+      simt::reset_runtime();
+      CHECK(token == from_logits.sample(s.logits()));
+      s.decode(token);
+    }
+  }
+}
+
 TEST_CASE("sessions are saved, loaded, forked and rewound; what is saved on one device goes on on another") {
   const tiny::File file(config());
   const auto gpu = on_gpu(file), cpu = on_cpu(file);
@@ -239,6 +266,7 @@ TEST_CASE("sessions are saved, loaded, forked and rewound; what is saved on one 
   CHECK(last(*there) == last(s));
   for (const std::int32_t id : {3, 9, 40}) {
     s.decode(id), fork->decode(id), again->decode(id), there->decode(id);
+    CHECK(last(*s.fork()) == last(*fork));
     CHECK(last(*fork) == last(s));
     CHECK(last(*again) == last(s));
     CHECK(difference(last(*there), last(s)) < 2e-3);
@@ -342,6 +370,11 @@ TEST_CASE("a step that fails leaves the session as it was, wherever it fails" *
   s.decode(7);
   other.decode(7);
   CHECK(last(s) == last(other));
+  for (Session* session : {&s, &other}) session->decode(8);
+  simt::fail_call("cudaStreamSynchronize", 1, cudaErrorLaunchTimeout);
+  CHECK_THROWS_AS(s.decode(9), DeviceError);
+  simt::reset_runtime();
+  CHECK(last(s) == last(other));  // which have stayed on the device
   {
     Session fresh(gpu, o);
     fresh.cancel();

@@ -1,4 +1,4 @@
-// top_k against a sort, and its sum against float64.
+// top_k against a sort.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include "cuda/launch.h"
 #include "simt/helpers.h"
 
+using namespace ringlm;
 using namespace ringlm::cuda;
 using simt::Buffer;
 
@@ -36,7 +37,7 @@ void check_top_k(int M, int n_vocab, int k, const std::vector<float>& logits, in
   std::vector<float> shifted(size(shift), 1e30f);
   shifted.insert(shifted.end(), logits.begin(), logits.end());
   Buffer<float> from("logits", shifted);
-  Buffer<Candidates> out("candidates", size(M));
+  Buffer<TopLogits> out("candidates", size(M));
   Buffer<unsigned> arrived("arrived", std::vector<unsigned>(size(M), 0));
   Buffer<std::uint32_t> bad("bad", std::vector<std::uint32_t>(size(M), 0));
   TopK a{from.data() + shift, M, n_vocab, k, out.data(), nullptr, arrived.data(), bad.data()};
@@ -44,7 +45,7 @@ void check_top_k(int M, int n_vocab, int k, const std::vector<float>& logits, in
   a.scratch = scratch.data();
   top_k(a, nullptr);
   if (n_vocab < 20000) {
-    std::ranges::fill(out, Candidates{});
+    std::ranges::fill(out, TopLogits{});
     top_k(a, nullptr);
   }
 
@@ -55,18 +56,14 @@ void check_top_k(int M, int n_vocab, int k, const std::vector<float>& logits, in
     const int n = std::min(k, n_vocab);
     std::partial_sort(order.begin(), order.begin() + n, order.end(),
                       [&](int i, int j) { return row[i] > row[j] || (row[i] == row[j] && i < j); });
-    const Candidates& got = out[size(m)];
+    const TopLogits& got = out[size(m)];
     int wrong = 0;
-    for (int i = 0; i < kTopK; ++i) {
+    for (int i = 0; i < kTopLogits; ++i) {
       const bool right =
-          i < n ? got.id[i] == order[size(i)] && got.logit[i] == row[order[size(i)]] : got.id[i] == -1;
+          i < n ? got.ids[i] == order[size(i)] && got.logits[i] == row[order[size(i)]] : got.ids[i] == -1;
       wrong += right ? 0 : 1;
     }
     CHECK(wrong == 0);
-    const double largest = row[order[0]];
-    double sum = 0.0;
-    for (int i = 0; i < n_vocab; ++i) sum += std::exp(row[i] - largest);
-    CHECK(std::fabs(got.log_sum - (largest + std::log(sum))) < 2e-6 * std::max(1.0, std::fabs(largest)));
     CHECK(arrived[size(m)] == 0);
     CHECK(bad[size(m)] == 0);
   }
@@ -118,7 +115,7 @@ TEST_CASE("top_k reads a logit once, in requests of 16 bytes where the row is al
   const std::vector<float> x = random_logits(32768, 8);
   simt::reset_report();
   Buffer<float> from("logits", x);
-  Buffer<Candidates> out("candidates", 1);
+  Buffer<TopLogits> out("candidates", 1);
   Buffer<unsigned> arrived("arrived", std::vector<unsigned>{0});
   Buffer<std::uint32_t> bad("bad", std::vector<std::uint32_t>{0});
   TopK a{from.data(), 1, 32768, 64, out.data(), nullptr, arrived.data(), bad.data()};
@@ -140,7 +137,7 @@ TEST_CASE("top_k: rows with a logit that is not finite are named") {
   for (const int k : {1, 10}) {
     simt::in_every_order([&] {
       Buffer<float> from("logits", x);
-      Buffer<Candidates> out("candidates", kRows);
+      Buffer<TopLogits> out("candidates", kRows);
       Buffer<unsigned> arrived("arrived", std::vector<unsigned>(kRows, 0));
       Buffer<std::uint32_t> bad("bad", std::vector<std::uint32_t>(kRows, 0));
       TopK a{from.data(), kRows, n, k, out.data(), nullptr, arrived.data(), bad.data()};
@@ -150,8 +147,8 @@ TEST_CASE("top_k: rows with a logit that is not finite are named") {
       CHECK(std::vector<std::uint32_t>(bad.begin(), bad.end()) ==
             std::vector<std::uint32_t>{1, 0, 1, 1, 0, 1});
       CHECK(std::ranges::all_of(arrived, [](unsigned count) { return count == 0; }));
-      for (const Candidates& c : out) {
-        for (int i = 0; i < k; ++i) CHECK((c.id[i] >= 0 && c.id[i] < n));
+      for (const TopLogits& c : out) {
+        for (int i = 0; i < k; ++i) CHECK((c.ids[i] >= 0 && c.ids[i] < n));
       }
     });
   }

@@ -49,6 +49,14 @@ class Sampler {
   // on NaN or infinity and InvalidArgument on a wrong size; the sampler is then as before the call.
   std::int32_t sample(std::span<const float> logits);
 
+  // The same draw from the n_needed() largest logits alone, or more, with their ids: the largest first, of
+  // equals the lower id. Throws InvalidArgument where that is not enough.
+  std::int32_t sample(std::span<const std::int32_t> ids, std::span<const float> logits);
+
+  // On how many of the largest logits a draw depends: 1 at temperature 0, top_k up to 64. Else, and with
+  // penalties or a bias, on all n_vocab.
+  std::int32_t n_needed() const noexcept;
+
   // Enters tokens (a prompt) into the penalty window without drawing. Throws InvalidArgument for an
   // unknown id; the window is then as before the call.
   void accept(std::span<const std::int32_t> tokens);

@@ -194,7 +194,7 @@ void largest_logits(Bench& b, int n_vocab, int k) {
   const int n = b.copies(4.0 * n_vocab);
   const float* const logits = memory.take<float>(size(n) * size(n_vocab));
   a.M = 1, a.n_vocab = n_vocab, a.k = k;
-  a.out = memory.take<Candidates>(1);
+  a.out = memory.take<TopLogits>(1);
   a.scratch = memory.take<std::byte>(top_k_scratch_bytes(a));
   a.arrived = memory.take<unsigned>(1);
   a.bad = memory.take<std::uint32_t>(1);
