@@ -66,12 +66,12 @@ class CudaOps final : public Ops, public Device {
 
   Device* device() override { return this; }
   std::size_t available() const override {
-    use_device(info_.index);
+    select_device(info_.index);
     return free_device_memory();
   }
   std::size_t staging_bytes(std::int64_t M) const override { return Region::staging_bytes(config_, M); }
   std::unique_ptr<DeviceRegion> allocate(std::size_t bytes, std::size_t host_bytes, std::int64_t M) override {
-    use_device(info_.index);
+    select_device(info_.index);
     auto region =
         std::make_unique<Region>(config_, bytes, host_bytes, M, [this, owner = ::getpid()](Region* gone) {
           if (::getpid() != owner) return;  // a child of fork(): the lock may be held by nobody who is there
@@ -83,7 +83,7 @@ class CudaOps final : public Ops, public Device {
     return region;
   }
   void copy(std::span<std::byte> to, std::span<const std::byte> from) const override {
-    use_device(info_.index);
+    select_device(info_.index);
     const std::lock_guard lock(copying_);
     check(cudaMemcpyAsync(to.data(), from.data(), to.size(), cudaMemcpyDefault, copies_.get()),
           "copying keys and values");

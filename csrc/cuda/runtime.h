@@ -46,7 +46,7 @@ int device_count() noexcept;
 // Makes the device that of this thread. Throws DeviceError where there is none, or it cannot be used.
 void use_device(int index);
 
-// The same of a device that was used before, at the cost of a step.
+// The same of a device that was used before, cheap enough for every step.
 void select_device(int index);
 
 DeviceInfo device_info();  // of this thread's device

@@ -121,7 +121,11 @@ void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, st
   }
 
   const bool keeps = memory.device && rows.size() == 1 && all.empty() && last;
-  if (keeps) rows[0].kept = &memory.kept[size(1 - current)];
+  if (keeps) {
+    rows[0].kept = &memory.kept[size(1 - current)];
+  } else {
+    save_logits();
+  }
 
   begin(tokens.size());
   Measurement measurement(&trace);
@@ -176,12 +180,15 @@ void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits
 
 std::span<const float> Session::Impl::logits() const {
   if (!has_logits) throw StateError("there are no logits: feed a token first");
-  if (!fetched) {
-    model->parts().ops->device()->copy(std::as_writable_bytes(memory.logits[current]),
-                                       std::as_bytes(memory.device->logits(current)));
-    fetched = true;
-  }
+  save_logits();
   return memory.logits[current];
+}
+
+void Session::Impl::save_logits() const {
+  if (!has_logits || fetched) return;
+  model->parts().ops->device()->copy(std::as_writable_bytes(memory.logits[current]),
+                                     std::as_bytes(memory.device->logits(current)));
+  fetched = true;
 }
 
 bool Session::Impl::can_go_to(std::int64_t p) const {

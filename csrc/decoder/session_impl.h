@@ -87,6 +87,8 @@ struct Session::Impl {
 
   std::span<float> spare_logits() { return memory.logits[1 - current]; }
   std::span<const float> logits() const;
+  // Brings to the host what the device has kept of them. Steps that keep none write over both rows.
+  void save_logits() const;
 
   // Whether all rows that a query at p would see before its own are there.
   bool can_go_to(std::int64_t p) const;

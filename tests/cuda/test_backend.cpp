@@ -375,6 +375,24 @@ TEST_CASE("a step that fails leaves the session as it was, wherever it fails" *
   CHECK_THROWS_AS(s.decode(9), DeviceError);
   simt::reset_runtime();
   CHECK(last(s) == last(other));  // which have stayed on the device
+
+  // Nor does one that puts others where these logits are.
+  Session third(gpu, o);
+  third.decode(1);
+  for (const bool batch : {false, true}) {
+    CAPTURE(batch);
+    for (Session* session : {&s, &other}) session->decode(10);
+    simt::fail_call("cudaStreamSynchronize", 2, cudaErrorLaunchTimeout);  // the first one brings them away
+    if (batch) {
+      Session* const both[] = {&s, &third};
+      const std::int32_t ids[] = {11, 12};
+      for (const auto& error : step(both, ids)) CHECK(error != nullptr);
+    } else {
+      CHECK_THROWS_AS(s.prefill(text(4)), DeviceError);
+    }
+    simt::reset_runtime();
+    CHECK(last(s) == last(other));
+  }
   {
     Session fresh(gpu, o);
     fresh.cancel();
