@@ -211,8 +211,9 @@ __device__ __forceinline__ void sum_tiles(const Seen& seen, int first, int end,
   }
 }
 
-// How many tiles a split takes; there are at most `splits`. First all blocks read their tiles, side by side,
-// then the last one the sums of all: the time of both is least where it reads as many bytes each time.
+// Tiles of a split, so that there are at most `splits` of them. All blocks read their tiles at once, then the
+// last one reads everybody's sums; both together take least when a block's tiles are as many bytes as all
+// sums.
 template <KvFormat kKeyFormat, KvFormat kValueFormat, int kHeadDim>
 __device__ __forceinline__ int tiles_of_split(int tiles, int splits, int group) {
   constexpr int kRow = kHeadDim * (kBytes<kKeyFormat> + kBytes<kValueFormat>);

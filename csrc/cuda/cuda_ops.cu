@@ -86,8 +86,8 @@ class CudaOps final : public Ops, public Device {
     select_device(info_.index);
     const std::lock_guard lock(copying_);
     check(cudaMemcpyAsync(to.data(), from.data(), to.size(), cudaMemcpyDefault, copies_.get()),
-          "copying keys and values");
-    copies_.synchronize("copying keys and values");
+          "copying from or to the GPU");
+    copies_.synchronize("copying from or to the GPU");
   }
 
   // ---- a step

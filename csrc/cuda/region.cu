@@ -154,7 +154,7 @@ void Region::finish(const Config& c, const Step& s) {
   if (way != Way::Replay) {
     const Upload up(c, static_cast<std::int64_t>(s.rows.size()), scratch->upload);
     check_finite(s.a.x.data(), static_cast<int>(s.rows.size()), c.n_embd, up.bad, stream.get());
-    fetch_marks(c, s);
+    fetch_results(c, s);
   }
   if (way == Way::Capture) {
     way = Way::Direct;  // the capture ends here, well or not
@@ -169,7 +169,7 @@ void Region::finish(const Config& c, const Step& s) {
   }
   stream.synchronize("a step");
   way = Way::Direct;
-  take_marks(s);
+  take_results(s);
 }
 
 // Nothing of the step may still run when another one begins, of this session or of one that shares its rows.
@@ -183,9 +183,9 @@ void Region::abandon() noexcept {
 }
 
 void Region::synchronize(const Config& c, const Step& s) {
-  fetch_marks(c, s);
+  fetch_results(c, s);
   stream.synchronize("a step");
-  take_marks(s);
+  take_results(s);
 }
 
 void Region::fetch_logits(const Config& c, std::int64_t from, float* to) {
@@ -200,7 +200,7 @@ void Region::fetch_logits(const Config& c, const Step& s) {
     fetch_logits(c, static_cast<std::int64_t>(m), s.rows[m].logits);
 }
 
-void Region::fetch_marks(const Config& c, const Step& s) {
+void Region::fetch_results(const Config& c, const Step& s) {
   const Upload up(c, static_cast<std::int64_t>(s.rows.size()), scratch->upload);
   check(cudaMemcpyAsync(bad_.data(), up.bad, s.rows.size() * sizeof(std::uint32_t), cudaMemcpyDeviceToHost,
                         stream.get()),
@@ -211,7 +211,7 @@ void Region::fetch_marks(const Config& c, const Step& s) {
         "reading the largest logits");
 }
 
-void Region::take_marks(const Step& s) const {
+void Region::take_results(const Step& s) const {
   for (std::size_t m = 0; m < s.rows.size(); ++m) s.bad[m] |= bad_.as<std::uint32_t>()[m] != 0 ? 1 : 0;
   if (s.rows[0].kept) s.rows[0].kept->largest = *largest_.as<TopLogits>();
 }

@@ -47,8 +47,8 @@ struct Upload {
   Upload(const Config& c, std::int64_t M, std::uint8_t* base);
 };
 
-// How many blocks of the decode attention work on one row and KV head: the same for all M, so that a row of a
-// batch is summed as it is alone.
+// At most how many blocks of the decode attention work on one row and KV head: the same for all M, so that a
+// row of a batch is summed as it is alone.
 int attend_splits(const Config& c, int n_sm);
 
 // In Activations::quantized.
@@ -60,8 +60,8 @@ struct Scratch {
   half* halves;             // inputs of gemm, of all rows and any width
   float* half_steps;        // [M]
   float* partial;           // of attend
-  unsigned* arrived;   // [kMostRows, n_head_kv] of attend, then [kMostRows] of top_k; zero between launches
-  float* logits;       // [kMostRows, n_vocab]; those of a single row that keeps them, in one of the first two
+  unsigned* arrived;  // [kMostRows, n_head_kv] of attend, then [kMostRows] of top_k; zero between launches
+  float* logits;  // [few, n_vocab], at least 2 rows: a single one that keeps them has one of the first two
   TopLogits* largest;  // [kMostRows]
   std::byte* top_k;
   std::size_t bytes;
@@ -117,14 +117,14 @@ class Region final : public DeviceRegion {
 
  private:
   void upload(const Config& c, const Step& s, const LayersOf& layers_of);
-  void fetch_marks(const Config& c, const Step& s);
-  void take_marks(const Step& s) const;
+  void fetch_results(const Config& c, const Step& s);
+  void take_results(const Step& s) const;
 
   const std::int64_t M_;  // most rows of a step
   const std::size_t n_vocab_;
   std::function<void(Region*)> gone_;
   DeviceMemory memory_, layers_;
-  PinnedMemory host_, staging_, bad_, largest_;  // the last two: what every step gives
+  PinnedMemory host_, staging_, bad_, largest_;  // the last two: what a step gives
   std::uint64_t key_ = 0;
   std::map<std::uint64_t, Graph> graphs_;  // by what a step depends on besides its upload
   bool has_layers_ = false;

@@ -75,7 +75,7 @@ std::vector<std::exception_ptr> step(std::span<Session* const> sessions,
     }
     Measurement measurement(traced);
     try {
-      host->save_logits();
+      host->fetch_logits();
       compute(*host, rows, [&] { host->poll(); }, measurement.seconds());
     } catch (...) {  // of an operation, or of poll(): nobody from here on advances
       for (; first < ready.size(); ++first) errors[ready[first]] = std::current_exception();

@@ -163,10 +163,10 @@ struct Sampler::Impl {
   std::size_t window_next = 0;
   std::vector<std::int32_t> counts;  // [n_vocab] occurrences in the window
 
-  Block tail, edge;               // of the row
-  std::vector<float> few;         // [kFew blocks] where few logits are drawn from, minus infinity else
-  std::vector<float> adjusted;    // [n_vocab] logits with bias and penalties
-  std::vector<float> block_max;   // [n_blocks]
+  Block tail, edge;              // of the row
+  std::vector<float> few;        // [blocks of n_needed logits] those that a draw is from, else minus infinity
+  std::vector<float> adjusted;   // [n_vocab] logits with bias and penalties
+  std::vector<float> block_max;  // [n_blocks]
   std::vector<double> block_cum;  // [n_blocks] running sum of the bounds that the draw uses
   Truncation truncation;
 
@@ -190,7 +190,9 @@ struct Sampler::Impl {
     }
     if (penalize || !params.logit_bias.empty()) adjusted.resize(n_vocab);
     if (params.temperature > 0 && (top_k_on() || params.top_p < 1)) truncation = Truncation(n_vocab);
-    if (params.temperature > 0 && n_needed() < n_vocab) few.resize(kFew * kBlock, -kInf);
+    if (params.temperature > 0 && n_needed() < n_vocab) {
+      few.resize(std::min(n_needed(), n_blocks) * kBlock, -kInf);
+    }
   }
 
   bool top_k_on() const { return params.top_k > 0 && static_cast<std::size_t>(params.top_k) < n_vocab; }
@@ -306,10 +308,13 @@ struct Sampler::Impl {
   // among them: truncation drops that before anything is summed or drawn, so all is as with the whole row.
   std::int32_t sample(std::span<const std::int32_t> ids, std::span<const float> logits) {
     const std::size_t n = n_needed();
-    if (n == n_vocab || ids.size() < n || logits.size() != ids.size()) {
+    if (n == n_vocab) {
+      throw InvalidArgument("the draw depends on all logits: give sample() the whole row, without ids");
+    }
+    if (ids.size() < n || logits.size() != ids.size()) {
       throw InvalidArgument("there are " + std::to_string(ids.size()) + " ids and " +
                             std::to_string(logits.size()) + " logits; expected as many of each, at least " +
-                            std::to_string(n) + (n == n_vocab ? ", and in the order of ids" : ""));
+                            std::to_string(n));
     }
     for (std::size_t i = 0; i < n; ++i) {
       if (ids[i] < 0 || static_cast<std::size_t>(ids[i]) >= n_vocab) {

@@ -108,8 +108,8 @@ void name_the_layer(Session::Impl& host, const Row& row) {
   name_the_layer({p.config, p.weights, p.ropes, *p.ops}, Step{{&row, 1}, host.memory.a, {&bad, 1}});
 }
 
-void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all,
-                         bool last) {
+void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last,
+                         bool at_once) {
   const Model::Parts& p = model->parts();
   const std::size_t n_vocab = size(p.config.n_vocab);
   const std::span<Row> rows = memory.rows.first(tokens.size());
@@ -120,11 +120,11 @@ void Session::Impl::step(StepKind kind, std::span<const std::int32_t> tokens, st
                regime};
   }
 
-  const bool keeps = memory.device && rows.size() == 1 && all.empty() && last;
+  const bool keeps = memory.device && rows.size() == 1 && all.empty() && last && !at_once;
   if (keeps) {
     rows[0].kept = &memory.kept[size(1 - current)];
-  } else {
-    save_logits();
+  } else if (last || !all.empty()) {
+    fetch_logits();
   }
 
   begin(tokens.size());
@@ -180,11 +180,11 @@ void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits
 
 std::span<const float> Session::Impl::logits() const {
   if (!has_logits) throw StateError("there are no logits: feed a token first");
-  save_logits();
+  fetch_logits();
   return memory.logits[current];
 }
 
-void Session::Impl::save_logits() const {
+void Session::Impl::fetch_logits() const {
   if (!has_logits || fetched) return;
   model->parts().ops->device()->copy(std::as_writable_bytes(memory.logits[current]),
                                      std::as_bytes(memory.device->logits(current)));
@@ -242,7 +242,8 @@ void Session::prefill(std::span<const std::int32_t> tokens, std::span<float> out
     try {
       s.make_ready(tokens.size() - done);
       s.step(StepKind::Prefill, tokens.subspan(done, n),
-             all.empty() ? all : all.subspan(done * n_vocab, n * n_vocab), done + n == tokens.size());
+             all.empty() ? all : all.subspan(done * n_vocab, n * n_vocab), done + n == tokens.size(),
+             !out.empty());
     } catch (const Cancelled&) {
       s.cancelled = false;
       throw Cancelled("the prefill was cancelled with " + std::to_string(done) + " of " +
@@ -266,7 +267,7 @@ void Session::decode(std::int32_t token, std::span<float> out) {
   }
   try {
     s.make_ready(1);
-    s.step(StepKind::Decode, one, {}, true);
+    s.step(StepKind::Decode, one, {}, true, !out.empty());
   } catch (const Cancelled&) {
     s.cancelled = false;
     throw;

@@ -35,8 +35,8 @@ struct Session::Impl {
   std::int32_t regime = 0;
   int current = 0;  // of memory.logits: those of the last step
   bool has_logits = false;
-  bool kept = false;             // those are on the device, and the largest in memory.kept
-  mutable bool fetched = false;  // and in memory.logits, too
+  bool kept = false;             // the last step left its logits on the device, the largest in memory.kept
+  mutable bool fetched = false;  // they are in memory.logits: always, where they were not kept
   std::atomic<bool> cancelled{false};
   std::atomic<bool> busy{false};
   std::atomic<bool> closed{false};
@@ -78,8 +78,9 @@ struct Session::Impl {
   void commit(std::span<const std::int32_t> tokens, bool new_logits, bool kept_logits = false);
 
   // One atomic step of at most `chunk` tokens. Logits of all go to `all` [n, n_vocab], where that is not
-  // empty; those of the last one are kept when `last`.
-  void step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last);
+  // empty; those of the last one are held when `last`, on the device unless somebody wants them at once.
+  void step(StepKind kind, std::span<const std::int32_t> tokens, std::span<float> all, bool last,
+            bool at_once);
 
   // Where the angles of a text that is n tokens longer are others, all rows are computed again from the kept
   // ids. When it throws, the next call begins anew.
@@ -88,7 +89,7 @@ struct Session::Impl {
   std::span<float> spare_logits() { return memory.logits[1 - current]; }
   std::span<const float> logits() const;
   // Brings to the host what the device has kept of them. Steps that keep none write over both rows.
-  void save_logits() const;
+  void fetch_logits() const;
 
   // Whether all rows that a query at p would see before its own are there.
   bool can_go_to(std::int64_t p) const;

@@ -180,7 +180,7 @@ SessionOptions options_of(const Header& h, const Config& c, std::int32_t last_re
 
 void Session::save(const Write& write) const {
   const Impl::Use use(*impl_);
-  impl_->save_logits();
+  impl_->fetch_logits();
   const Header h = header_of(*impl_);
   write(std::as_bytes(std::span(&h, 1)));
   write(std::as_bytes(std::span(impl_->model->config().windows)));

@@ -28,8 +28,9 @@ class DeviceRegion {
   virtual ~DeviceRegion() = default;
   virtual std::span<std::byte> bytes() const = 0;  // on the device: the host must not look at it
   virtual std::span<std::byte> host() const = 0;   // on the host, where the device reaches it best
-  // [n_vocab] on the device: where a step has left the logits of a single row. There are two, 0 and 1, so
-  // that those of the last step are there until the next one has come to its end.
+  // [n_vocab] on the device: where a step has left the logits of a row that keeps them. There are two, 0 and
+  // 1, so that those of the last step are there until the next one has come to its end; a step whose rows do
+  // not keep theirs writes over both.
   virtual std::span<const float> logits(int row) const = 0;
 };
 

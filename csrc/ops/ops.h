@@ -29,7 +29,7 @@ struct Row {
   float* logits;        // [n_vocab], or null where nobody asks
   float* tiles;         // backend scratch of attend: [Ops::tile_floats] of the row's session
   std::int32_t regime;  // of its angles (model/rope.h)
-  // Not null in steps of one row, on a device: logits stay there, and what `logits` points to is untouched.
+  // On a device, in some steps of one row: logits, which is not null, is not written to; they stay there.
   KeptLogits* kept = nullptr;
 };
 
@@ -110,8 +110,8 @@ class Ops {
   virtual bool stores(KvFormat) const { return true; }
 
   // Around the operations of a step. The rows and their angles are there when it begins; when it is over,
-  // the logits are, and s.bad is filled in. A device may do the whole work at the end, unless somebody
-  // `looks` at numbers or times between two operations.
+  // the logits or Row::kept are, and s.bad is filled in. A device may do the whole work at the end, unless
+  // somebody `looks` at numbers or times between two operations.
   virtual void begin(const Config&, const Step& s, bool looks) = 0;
   virtual void finish(const Config&, const Step& s) = 0;
   virtual void abandon(const Step&) noexcept {}  // instead of finish, when something was thrown

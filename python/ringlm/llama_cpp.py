@@ -25,7 +25,6 @@ _IGNORED = frozenset(
     }
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n_gpu_layers": (0,),
     "logits_all": (False,),
     "vocab_only": (False,),
     "embedding": (False,),
@@ -38,8 +37,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Llama(Model):
     """A Model that is constructed and called as llama-cpp-python's class is.
 
-    ``n_ctx`` 0 is the default of Session; ``seed`` is that of every completion that names none. An argument
-    that would ask for something else is InvalidArgument, an unknown one TypeError.
+    ``n_ctx`` 0 is the default of Session; ``seed`` is that of every completion that names none.
+    ``n_gpu_layers`` 0 is the CPU, -1 or as many as there are the GPU; some of them are InvalidArgument, as is
+    any argument that would ask for something that is not here. An unknown one is TypeError.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Llama(Model):
         model_path: str | os.PathLike[str],
         *,
         n_ctx: int = 0,
+        n_gpu_layers: int = 0,
         n_threads: int | None = None,
         seed: int | None = None,
         **options: Any,
@@ -56,7 +57,15 @@ class Llama(Model):
                 raise InvalidArgument(f"Llama: {name}={value!r} is not supported; leave it out")
             if name not in _NEUTRAL and name not in _IGNORED:
                 raise TypeError(f"Llama got an unknown argument: {name}")
-        super().__init__(model_path, n_threads=n_threads or None, n_ctx=n_ctx or None)
+        device = "cuda" if n_gpu_layers else "cpu"
+        super().__init__(model_path, device=device, n_threads=n_threads or None, n_ctx=n_ctx or None)
+        n_layer = self.config.n_layer
+        if 0 < n_gpu_layers < n_layer:
+            self.close()
+            raise InvalidArgument(
+                f"Llama: n_gpu_layers is {n_gpu_layers}, and the model has {n_layer} layers; ringlm computes "
+                "them all on the CPU (0) or all on the GPU (-1)"
+            )
         # 0xFFFFFFFF and -1 stand for a random seed there.
         self._seed = None if seed in (-1, 0xFFFFFFFF) else seed
 

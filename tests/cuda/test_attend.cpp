@@ -15,6 +15,7 @@
 #include "cuda/launch.h"
 #include "kv/cache.h"
 #include "ops/ops.h"
+#include "random_shapes.h"
 #include "simt/helpers.h"
 
 using namespace ringlm;
@@ -425,6 +426,37 @@ TEST_CASE("queries and scales of any size") {
   spec.value_size = 1e-3f;
   spec.pinned_by = 10.0f;
   check(spec);
+}
+
+TEST_CASE("random shapes: any length, ring, prefix, window, group, format and number of splits") {
+  shapes::Choice choice(1);
+  for (int i = 0; i < shapes::kMany; ++i) {
+    CAPTURE(i);
+    Spec spec{choice.one_of({64, 80, 96, 128, 256}),
+              choice.between(1, 3),
+              choice.between(1, 20),
+              choice.one_of({kInt8, kF16}),
+              choice.one_of({kInt8, kF16}),
+              choice.one_of({1, 2, 3, 5, 8, 40}),
+              {}};
+    spec.softcap = choice.once_in(3) ? 2.0f : 0.0f;
+    spec.centred = spec.k == kInt8 && choice.once_in(2);
+    for (int n = choice.between(1, 3); n > 0; --n) {
+      SessionSpec s{};
+      s.n_ctx = choice.one_of({1, 16, 17, 63, 64, 65, choice.between(2, 400), choice.between(2, 400)});
+      s.pinned = choice.once_in(2) ? choice.between(0, s.n_ctx - 1) : 0;
+      s.window = choice.once_in(3) ? choice.between(1, s.n_ctx) : 0;
+      s.chunk = std::min<std::int64_t>(choice.between(1, 8), s.n_ctx);
+      const std::int64_t last = choice.one_of<std::int64_t>(
+          {0, s.n_ctx - 1, s.n_ctx, choice.between(0, 3 * s.n_ctx),
+           64 * choice.between(1, 6) + choice.between(-1, 1), 1'000'000'000'000 + choice.between(0, 1000)});
+      const std::int64_t rows =
+          std::min({choice.between(std::int64_t{1}, s.chunk), std::int64_t{3}, last + 1});
+      for (std::int64_t p = last - rows + 1; p <= last; ++p) s.positions.push_back(p);
+      spec.sessions.push_back(s);
+    }
+    Problem(spec, static_cast<unsigned>(i)).run();
+  }
 }
 
 // In one order: the counters do not depend on it, and the executor has 8192 keys to go through.

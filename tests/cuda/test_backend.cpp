@@ -3,12 +3,14 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../cpp/tiny_model.h"
@@ -393,12 +395,52 @@ TEST_CASE("a step that fails leaves the session as it was, wherever it fails" *
     simt::reset_runtime();
     CHECK(last(s) == last(other));
   }
+  for (const char* call : {"cudaMemcpyAsync", "cudaStreamSynchronize"}) {  // nor where logits are fetched
+    std::vector<float> out(size_t(config().n_vocab));
+    for (int nth = 1, done = 0; nth < 10 && done < 2; ++nth) {
+      CAPTURE(call);
+      CAPTURE(nth);
+      const std::int64_t before = s.position();
+      simt::fail_call(call, nth, cudaErrorLaunchTimeout);
+      try {
+        s.decode(9, out);
+        ++done;
+        CHECK(s.position() == before + 1);
+        CHECK(last(s) == out);
+      } catch (const DeviceError&) {
+        CHECK(s.position() == before);
+      }
+      simt::reset_runtime();
+    }
+  }
   {
     Session fresh(gpu, o);
     fresh.cancel();
     CHECK_THROWS_AS(fresh.decode(7), Cancelled);  // while the graph is captured: nothing of that stays,
     Session another(gpu, o);                      // and memory can be had and given back
   }
+}
+
+TEST_CASE("a batch that goes on without the session whose buffers it uses leaves that one its logits") {
+  const tiny::File file(config());
+  const auto gpu = on_gpu(file);
+  const SessionOptions o = options(KvFormat::Int8, KvFormat::Int8);
+  Session* to_cancel = nullptr;
+  SessionOptions polled = o;
+  polled.poll = [&] {
+    if (to_cancel) to_cancel->cancel();
+  };
+  Session host(gpu, polled), twin(gpu, o), other(gpu, o);
+  for (Session* session : {&host, &twin}) session->decode(13);
+  to_cancel = &host;
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));  // polls are at least 50 apart
+  Session* const both[] = {&host, &other};
+  const std::int32_t ids[] = {14, 15};
+  const auto errors = step(both, ids);
+  CHECK(errors[0] != nullptr);
+  CHECK(errors[1] == nullptr);
+  CHECK(host.position() == 1);
+  CHECK(last(host) == last(twin));
 }
 
 TEST_CASE("numbers that are none name the layer and the operation" * doctest::skip(kSlowBuild)) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "matrices.h"
+#include "random_shapes.h"
 #include "simt/helpers.h"
 
 using namespace ringlm;
@@ -126,6 +127,19 @@ TEST_CASE("gemm: borders of tiles") {
   for (const int rows : {1, 3, 63, 64, 65, 130}) check({gguf::DType::Q8_0, rows, 17, 64, true, true}, ++seed);
   for (const int M : {1, 16, 63, 64, 65, 130}) check({gguf::DType::Q4_0, 20, M, 32, true, true}, ++seed);
   for (const int cols : {32, 64, 96, 128, 1056}) check({gguf::DType::Q5_1, 20, 9, cols}, ++seed);
+}
+
+TEST_CASE("gemm: random shapes") {
+  shapes::Choice choice(4);
+  for (int i = 0; i < shapes::kMany; ++i) {
+    CAPTURE(i);
+    const gguf::DType type =
+        matrices::kTypes[size(choice.between(0, static_cast<int>(std::size(matrices::kTypes)) - 1))];
+    const int unit = static_cast<int>(gguf::traits(type).block_size);
+    check({type, choice.between(1, 140), choice.between(1, 140), unit * choice.between(1, 600 / unit),
+           choice.once_in(2), choice.once_in(2)},
+          300 + static_cast<unsigned>(i));
+  }
 }
 
 TEST_CASE("gemm: every order") {

@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 #include "matrices.h"
 #include "quantized.h"
+#include "random_shapes.h"
 #include "simt/helpers.h"
 
 using namespace ringlm;
@@ -122,6 +123,19 @@ TEST_CASE("products of every type") {
       check_products(type, kRows[i % 6], cols, kM[i % 6]);
       ++i;
     }
+  }
+  check_no_bypass();
+}
+
+TEST_CASE("products of random shapes") {
+  shapes::Choice choice(3);
+  for (int i = 0; i < shapes::kMany; ++i) {
+    CAPTURE(i);
+    const DType type =
+        matrices::kTypes[size(choice.between(0, static_cast<int>(std::size(matrices::kTypes)) - 1))];
+    const int unit = static_cast<int>(gguf::traits(type).block_size);
+    check_products(type, choice.between(1, 90), unit * choice.between(1, 1500 / unit),
+                   choice.between(1, kMostRows));
   }
   check_no_bypass();
 }

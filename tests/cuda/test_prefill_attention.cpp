@@ -14,6 +14,7 @@
 #include "kv/ring.h"
 #include "kv/rotation.h"
 #include "kv/row.h"
+#include "random_shapes.h"
 #include "simt/helpers.h"
 #include "simt/simt.h"
 
@@ -267,6 +268,29 @@ TEST_CASE("prefill attention: offsets of centred keys, soft caps, small and larg
   check({80, 2, 1, 17, 30, 64, 6, 64, kF16, kF16, false, 2.0f}, ++seed);
   for (const float v_size : {1e-3f, 2e3f}) {
     check({64, 2, 1, 17, 30, 64, 6, 64, kInt8, kInt8, false, 0.0f, v_size}, ++seed);
+  }
+}
+
+TEST_CASE("prefill attention: random shapes") {
+  shapes::Choice choice(2);
+  for (int i = 0; i < shapes::kMany; ++i) {
+    CAPTURE(i);
+    Case c{};
+    c.head_dim = choice.one_of({64, 80, 96, 128, 256});
+    c.group = choice.between(1, 12);
+    c.n_head_kv = choice.between(1, 2);
+    c.M = choice.one_of({1, choice.between(2, 20), choice.between(2, 70)});
+    c.position =
+        choice.one_of<std::int64_t>({0, choice.between(0, 400), 64 * choice.between(1, 5) - 1, 2000});
+    c.visible = choice.one_of<std::int64_t>({1, 64, 65, choice.between(1, 200)});
+    c.pinned = choice.once_in(2) ? choice.between(std::int64_t{0}, c.visible - 1) : 0;
+    c.epoch = (c.visible + 63) / 64 * 64;
+    c.k_format = choice.one_of({kInt8, kF16});
+    c.v_format = choice.one_of({kInt8, kF16});
+    c.offsets = c.k_format == kInt8 && choice.once_in(2);
+    c.softcap = choice.once_in(3) ? 2.0f : 0.0f;
+    c.chunk = c.M + choice.between(0, 10);
+    check(c, 1000 + static_cast<unsigned>(i));
   }
 }
 

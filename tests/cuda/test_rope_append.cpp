@@ -15,6 +15,7 @@
 #include "kv/cache.h"
 #include "model/rope.h"
 #include "ops/reference.h"
+#include "random_shapes.h"
 #include "simt/helpers.h"
 
 using namespace ringlm;
@@ -324,6 +325,19 @@ TEST_CASE("head sizes whose rotation has several blocks, or an order of 12 or 20
   for (const std::int32_t d : {48, 112, 160, 192, 240}) {
     CAPTURE(d);
     check_shape({2, 1, d, d, kHalves, QkNorm::None, kInt8, kInt8, false, true});
+  }
+}
+
+TEST_CASE("random shapes") {
+  shapes::Choice choice(5);
+  for (int i = 0; i < shapes::kMany / 2; ++i) {
+    CAPTURE(i);
+    const std::int32_t n_head_kv = choice.between(1, 3), head_dim = choice.one_of({64, 80, 96, 128, 256});
+    const bool turns = !choice.once_in(4), bias = turns && choice.once_in(2);
+    check_shape({n_head_kv * choice.between(1, 5), n_head_kv, head_dim, 2 * choice.between(1, head_dim / 2),
+                 choice.one_of({kHalves, kInterleaved}),
+                 choice.one_of({QkNorm::None, QkNorm::Head, QkNorm::Full}), choice.one_of({kInt8, kF16}),
+                 choice.one_of({kInt8, kF16}), bias, turns});
   }
 }
 

@@ -254,7 +254,9 @@ def test_a_llama_cpp_script_runs(toy_core: Any) -> None:
     assert ids[-1] == llm.token_eos() and llm.token_bos() == 1
     assert llm.detokenize(ids) == "né".encode() and llm.detokenize(ids, special=True) == "né</s>".encode()
     assert llm.detokenize([1, *llm.tokenize(b" a")]) == b"a" and llm.detokenize(llm.tokenize(b" a")) == b" a"
-    with pytest.raises(InvalidArgument, match="n_gpu_layers=-1"):
-        Llama("toy.gguf", n_gpu_layers=-1)
+    assert llm.backend == "cpu"
+    assert all(Llama("toy.gguf", n_gpu_layers=n).backend == "cuda" for n in (-1, 3, 99))
+    with pytest.raises(InvalidArgument, match="n_gpu_layers is 2, and the model has 3 layers"):
+        Llama("toy.gguf", n_gpu_layers=2)
     with pytest.raises(TypeError, match="n_layers"):
         Llama("toy.gguf", n_layers=1)

@@ -161,7 +161,7 @@ class ToyModel:
     ) -> None:
         self.path, self.n_threads, self.backend, self.rope = path, n_threads or 2, backend, rope
         self.window, self.repack = list(window), repack
-        self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_limit=256)
+        self.config = types.SimpleNamespace(n_vocab=ToyTokenizer().n_vocab, n_ctx_limit=256, n_layer=3)
         self.nbytes = 1000
         self.closed = False
         self.script: Callable[[list[int]], int] = lambda ids: (sum(ids) * 31 + len(ids)) % 200 + 20

@@ -50,7 +50,7 @@ class Sampler {
   std::int32_t sample(std::span<const float> logits);
 
   // The same draw from the n_needed() largest logits alone, or more, with their ids: the largest first, of
-  // equals the lower id. Throws InvalidArgument where that is not enough.
+  // equals the lower id. Throws as above, and InvalidArgument where that is not enough, or all are needed.
   std::int32_t sample(std::span<const std::int32_t> ids, std::span<const float> logits);
 
   // On how many of the largest logits a draw depends: 1 at temperature 0, top_k up to 64. Else, and with

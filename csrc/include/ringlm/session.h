@@ -100,7 +100,7 @@ class Session {
   void decode(std::int32_t token, std::span<float> out = {});
 
   // Behind the last token fed: [n_vocab], valid until the next step but one. Throws StateError when there are
-  // none.
+  // none, DeviceError where they cannot be fetched from the GPU.
   std::span<const float> logits() const;
 
   // What sampler.h does, on these logits. Throw as logits() and the function there do.
