@@ -109,6 +109,7 @@ void bind_model(py::module_& m) {
       .def_property_readonly("nbytes", [](const ModelHandle& h) { return h.get()->weight_bytes(); })
       .def_property_readonly("packed_nbytes", [](const ModelHandle& h) { return h.get()->packed_bytes(); })
       .def_property_readonly("shared_nbytes", [](const ModelHandle& h) { return h.get()->shared_bytes(); })
+      .def("available_memory", [](const ModelHandle& h) { return h.get()->available_memory(); })
       .def_property_readonly("closed", [](const ModelHandle& h) { return h.model == nullptr; })
       .def("close", [](ModelHandle& h) { h.model.reset(); });
 

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "host/memory.h"
 #include "kv/ring.h"
 #include "ringlm/error.h"
 
@@ -395,7 +394,6 @@ void bind_session(py::module_& m) {
       },
       py::arg("model"), py::arg("kv_k"), py::arg("kv_v"), py::arg("chunk"), py::arg("pinned"),
       py::arg("memory"));
-  m.def("available_memory", &host::available_memory);
   m.def("heap_allocations", &heap_allocations);
 }
 

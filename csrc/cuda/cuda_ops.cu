@@ -37,12 +37,12 @@ void check_config(const Config& c) {
   if (std::ranges::find(kHeads, c.head_dim) == std::end(kHeads)) {
     throw UnsupportedModelError("the model's heads have " + std::to_string(c.head_dim) +
                                 " elements; on a GPU there are 64, 80, 96, 128 and 256. Run it with "
-                                "device=\"cpu\"");
+                                "device='cpu'");
   }
   if (c.n_expert > kMostExperts) {
     throw UnsupportedModelError("the model's layers have " + std::to_string(c.n_expert) +
                                 " experts; on a GPU there are up to " + std::to_string(kMostExperts) +
-                                ". Run it with device=\"cpu\"");
+                                ". Run it with device='cpu'");
   }
 }
 

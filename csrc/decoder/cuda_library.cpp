@@ -38,7 +38,9 @@ bool may_be_there(const fs::path& path) {
 CudaLibrary find_cuda_library() {
   if (const char* named = std::getenv("RINGLM_CUDA_LIBRARY"); named != nullptr && *named != '\0') {
     if (!may_be_there(named)) {
-      throw DeviceError("RINGLM_CUDA_LIBRARY is '" + std::string(named) + "', and there is no such file");
+      throw DeviceError(
+          "RINGLM_CUDA_LIBRARY is '" + std::string(named) +
+          "', and there is no such file: name libringlm_cuda.so, unset it, or use device='cpu'");
     }
     return load_cuda_library(named);
   }
@@ -63,7 +65,10 @@ std::vector<fs::path> cuda_library_paths() {
 
 CudaLibrary load_cuda_library(const fs::path& path) {
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) throw DeviceError("the CUDA backend does not load: " + std::string(dlerror()));
+  if (handle == nullptr) {
+    throw DeviceError("the CUDA backend does not load: " + std::string(dlerror()) +
+                      "; install ringlm again with '" + kRebuild + "', or use device='cpu'");
+  }
   const auto close_and_throw = [&](const std::string& what) {
     dlclose(handle);
     throw DeviceError(what + "; install both again with '" + kRebuild + "', or use device='cpu'");

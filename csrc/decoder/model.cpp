@@ -8,6 +8,7 @@
 #include "cpu/cpu_ops.h"
 #include "decoder/cuda_library.h"
 #include "decoder/model_parts.h"
+#include "host/memory.h"
 #include "model/config.h"
 #include "model/rope.h"
 #include "ops/reference.h"
@@ -82,6 +83,10 @@ std::size_t Model::shared_bytes() const noexcept {
   std::size_t bytes = w.output_norm.size() * sizeof(float);
   for (const LayerWeights& layer : w.layers) bytes += layer.vector_bytes();
   return bytes + parts_->ops->scratch_bytes();
+}
+std::size_t Model::available_memory() const {
+  const Device* device = parts_->ops->device();
+  return device ? device->available() : host::available_memory();
 }
 int Model::n_threads() const noexcept { return parts_->ops->n_threads(); }
 std::string Model::backend() const { return parts_->ops->name(); }

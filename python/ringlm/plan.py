@@ -97,9 +97,9 @@ def plan(
 ) -> Plan:
     """Computes what ``sessions`` sessions opened with these options will take. Nothing is allocated.
 
-    ``memory`` is in bytes; None is what this process can take now. The weights count in full, although they
-    are mapped and the system can drop what is not in use. Raises InvalidArgument as Model.session does for a
-    session that does not slide.
+    ``memory`` is in bytes; None is what this process can take now, or what the GPU has for the weights and
+    sessions. The weights count in full, although on the CPU they may be mapped, and the system can drop what
+    is not in use. Raises InvalidArgument as Model.session does for a session that does not slide.
     """
     _check("sessions", sessions, 1, "a number of sessions, at least 1", 2**31)
     if memory is not None:
@@ -107,8 +107,11 @@ def plan(
     options = cache_options(n_ctx, kv, chunk, pinned, "error")
     import ringlm._core as core
 
-    available = core.available_memory() if memory is None else memory
     weights, shared, config = model.core.packed_nbytes or model.nbytes, model.core.shared_nbytes, model.config
+    if memory is not None:
+        available = memory
+    else:
+        available = model.core.available_memory() + (weights if model.backend == "cuda" else 0)
     found = core.plan(model.core, **options)
     f16 = core.plan(model.core, **(options | {"kv_k": "f16", "kv_v": "f16"}))
 

@@ -92,9 +92,8 @@ void check_products(DType type, int rows, int cols, int M) {
       const double unrounded =
           w.product(r, [&](int c) { return static_cast<double>(in.x[size(m * cols + c)]); }).first;
       const double found = y[size(m * rows + r)];
-      worst = std::max(worst, std::abs(found - sum) / magnitude);
-      worst_of_input = std::max(worst_of_input, std::abs(found - unrounded) / magnitude);
-      if (std::isnan(found)) worst = INFINITY;
+      worst = simt::larger(worst, std::abs(found - sum) / magnitude);
+      worst_of_input = simt::larger(worst_of_input, std::abs(found - unrounded) / magnitude);
     }
   }
   CHECK(worst < 5e-6);
@@ -129,13 +128,14 @@ TEST_CASE("products of every type") {
 
 TEST_CASE("products of random shapes") {
   shapes::Choice choice(3);
-  for (int i = 0; i < shapes::kMany; ++i) {
+  for (unsigned i = 0; i < shapes::kMany; ++i) {
     CAPTURE(i);
     const DType type =
         matrices::kTypes[size(choice.between(0, static_cast<int>(std::size(matrices::kTypes)) - 1))];
     const int unit = static_cast<int>(gguf::traits(type).block_size);
-    check_products(type, choice.between(1, 90), unit * choice.between(1, 1500 / unit),
-                   choice.between(1, kMostRows));
+    const int rows = choice.between(1, 90), cols = unit * choice.between(1, 1500 / unit);
+    const int M = choice.between(1, kMostRows);
+    simt::in_one_order(i, [&] { check_products(type, rows, cols, M); });
   }
   check_no_bypass();
 }
@@ -206,7 +206,7 @@ void check_quantized(quantized::Rows& found, int m, const std::vector<double>& e
   for (int c = 0; c < blocks_of(found.cols) * kBlock; ++c) {
     const double should = c < found.cols ? expected[size(c)] : 0.0;
     const double step = found.scale(m, c / kBlock).x;
-    worst = std::max(worst, (std::abs(found.value(m, c) - should) - 1e-5 * std::abs(should)) / step);
+    worst = simt::larger(worst, (std::abs(found.value(m, c) - should) - 1e-5 * std::abs(should)) / step);
   }
   CHECK(worst < 0.55);
 }

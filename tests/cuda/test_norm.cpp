@@ -196,11 +196,11 @@ TEST_CASE("to_halves") {
           for (int i = 0; i < cols; ++i) {
             const double expected = row[i] / rms * (with_norm ? norm[size(i)] : 1.0f);
             largest = std::max(largest, std::fabs(expected));
-            most = std::max(most, std::fabs(double{__half2float(halves[size(m * to.stride() + i)])}));
+            most = simt::larger(most, std::fabs(double{__half2float(halves[size(m * to.stride() + i)])}));
             // Half an ulp of f16, or of its subnormals, and what float32 adds.
             const double allowed =
                 std::max(0x1p-11 * 1.002 * std::fabs(expected), 0x1p-25 * 1.002 * steps[size(m)]);
-            worst = std::max(worst, std::fabs(value(i) - expected) / allowed);
+            worst = simt::larger(worst, std::fabs(value(i) - expected) / allowed);
           }
           CHECK(worst <= 1.0);
           int exponent = 0;
@@ -244,7 +244,7 @@ TEST_CASE("add_normed") {
           for (int i = 0; i < cols; ++i) {
             const std::size_t at = size(m * cols + i);
             const double expected = x[at] + double{0.7f} * y[at] / rms * (has_norm ? norm[size(i)] : 1.0f);
-            worst = std::max(worst, std::fabs(to[at] - expected));
+            worst = simt::larger(worst, std::fabs(to[at] - expected));
             input[size(i)] = has_next_norm ? to[at] * next_norm[size(i)] : to[at];
           }
           CHECK(worst < 3e-6);
@@ -287,7 +287,7 @@ TEST_CASE("gate_up") {
           if (i >= 3 && i <= 5) {
             CHECK_FALSE(std::isfinite(gate[i]));
           } else {
-            worst = std::max(worst, std::fabs(gate[i] - expected) / (std::fabs(expected) + 1e-6));
+            worst = simt::larger(worst, std::fabs(gate[i] - expected) / (std::fabs(expected) + 1e-6));
           }
         }
         CHECK(worst < 2e-5);  // of a tail, where the exponent is rounded before the power; else 1e-6

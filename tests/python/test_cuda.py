@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ringlm
 from family_sessions import PLAIN, TEXT, fed, reloaded
 from random_family import FAMILIES, write
 from random_llama import Array
@@ -82,3 +83,33 @@ def test_gate_and_up_of_different_types(name: str, tmp_path: Path) -> None:
     types |= {"ffn_up_shexp.weight": "F16", "ffn_gate_inp.weight": "F32"}
     path = write(tmp_path / "m.gguf", FAMILIES[name].with_(head_dim=64, types=types))
     assert compare(path, [3, 12, 1], 16) < CLOSE
+
+
+def test_a_plan_looks_at_the_memory_of_the_gpu(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", FAMILIES["llama"].with_(head_dim=64))
+    open_model(path, "cuda").close()
+    with ringlm.Model(path, device="cuda") as model:
+        before = model.plan(32).memory_nbytes
+        with model.session(n_ctx=32):
+            assert model.plan(32).memory_nbytes <= before
+            if "RINGLM_CUDA_LIBRARY" in os.environ:
+                assert model.plan(32).memory_nbytes < before <= 1 << 30  # of the executor
+        assert model.plan(32).most_sessions > 0
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.5, "top_k": 20}])
+def test_generated_tokens_are_those_drawn_from_all_logits(sampling: dict[str, Any], tmp_path: Path) -> None:
+    """Although the logits do not leave the GPU."""
+    path = write(tmp_path / "m.gguf", FAMILIES["llama"].with_(head_dim=64))
+    open_model(path, "cuda").close()
+    sampling = {"top_k": 0, "top_p": 0.9, "min_p": 0.01, "seed": 3} | sampling
+    with ringlm.Model(path, device="cuda") as model:
+        with model.session(n_ctx=32) as session:
+            found = list(session.generate(TEXT[:9], max_tokens=12, stop_ids=(), **sampling))
+        sampler, expected = _core.Sampler(model.n_vocab, **sampling), []
+        with model.session(n_ctx=32) as session:
+            logits = session.prefill(TEXT[:9])
+            for _ in found:
+                expected.append(sampler.sample(logits))
+                logits = session.decode(expected[-1])
+    assert found == expected and len(set(found)) > 1

@@ -44,7 +44,8 @@ class Model {
       const noexcept;  // of the bound tensors: packed in memory, or mapped from the file
   std::size_t packed_bytes() const noexcept;  // the former, also where it was switched off
   std::size_t shared_bytes()
-      const noexcept;  // taken besides: float32 copies of vectors, scratch of the threads
+      const noexcept;                    // taken besides: float32 copies of vectors, scratch of the threads
+  std::size_t available_memory() const;  // that sessions can take: of the GPU, or of this process
   int n_threads() const noexcept;
   std::string backend() const;  // "reference", "cuda", or the instruction set: "generic", "avx2", "neon" ...
 
