@@ -17,6 +17,7 @@
 #include "decoder/logit_row.h"
 #include "decoder/sampler_math.h"
 #include "decoder/truncation.h"
+#include "ops/device.h"
 #include "ringlm/error.h"
 
 namespace ringlm {
@@ -25,7 +26,7 @@ namespace {
 using namespace detail;
 
 constexpr std::int32_t kMaxWindow = 1 << 20;
-constexpr std::size_t kFew = 64;  // logits that are drawn from without the others
+constexpr std::size_t kFew = kTopLogits;  // logits that are drawn from without the others
 
 std::size_t index_of(float value, const float* x, std::size_t n) {
   return static_cast<std::size_t>(std::find(x, x + n, value) - x);

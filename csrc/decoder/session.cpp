@@ -169,7 +169,7 @@ void Session::Impl::commit(std::span<const std::int32_t> tokens, bool new_logits
   if (new_logits) current = 1 - current;
   has_logits = new_logits;
   kept = kept_logits;
-  fetched = !kept_logits;
+  fetched = false;
   const kv::Ring r = text_ring();
   const std::lock_guard lock(text);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -185,7 +185,7 @@ std::span<const float> Session::Impl::logits() const {
 }
 
 void Session::Impl::fetch_logits() const {
-  if (!has_logits || fetched) return;
+  if (!has_logits || !kept || fetched) return;
   model->parts().ops->device()->copy(std::as_writable_bytes(memory.logits[current]),
                                      std::as_bytes(memory.device->logits(current)));
   fetched = true;

@@ -36,7 +36,7 @@ struct Session::Impl {
   int current = 0;  // of memory.logits: those of the last step
   bool has_logits = false;
   bool kept = false;             // the last step left its logits on the device, the largest in memory.kept
-  mutable bool fetched = false;  // they are in memory.logits: always, where they were not kept
+  mutable bool fetched = false;  // those are in memory.logits, too, by now
   std::atomic<bool> cancelled{false};
   std::atomic<bool> busy{false};
   std::atomic<bool> closed{false};

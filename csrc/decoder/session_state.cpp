@@ -217,7 +217,7 @@ std::unique_ptr<Session> Session::load(std::shared_ptr<const Model> model, const
   std::unique_ptr<Session> session = wrap(std::make_unique<Impl>(std::move(model), o));
   Impl& s = *session->impl_;
   s.position = h.position;
-  s.has_logits = s.fetched = h.has_logits != 0;
+  s.has_logits = h.has_logits != 0;
   s.regime = h.regime;
   for (std::int32_t i = 0; i <= c.n_layer; ++i)
     s.memory.held_from[size(i)] = saved_from(o, s.ring(i), h.position);
@@ -250,7 +250,7 @@ std::unique_ptr<Session> Session::fork() const {
   std::ranges::copy(s.memory.ids, to.memory.ids.begin());
   std::ranges::copy(s.memory.held_from, to.memory.held_from.begin());
   if (s.has_logits) std::ranges::copy(s.logits(), to.memory.logits[to.current].begin());
-  to.has_logits = to.fetched = s.has_logits;
+  to.has_logits = s.has_logits;
   to.regime = s.regime;
   to.position = s.position.load();
   return copy;

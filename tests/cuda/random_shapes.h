@@ -1,21 +1,15 @@
 // Shapes at random, the same in every run.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <random>
 
 #include "simt/helpers.h"
 
 namespace shapes {
 
-// How many a test looks at: fewer where each takes several times as long.
-constexpr int kMany =
-#if defined(__SANITIZE_ADDRESS__)
-    8;
-#else
-    simt::kRaceBuild ? 8 : 40;
-#endif
+constexpr int kMany = simt::kSlowBuild ? 8 : 40;  // that a test looks at
 
 class Choice {
  public:
@@ -27,9 +21,9 @@ class Choice {
     return static_cast<decltype(least + most)>(
         from + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n)));
   }
-  template <class T>
-  T one_of(std::initializer_list<T> choices) {
-    return choices.begin()[between(0, static_cast<int>(choices.size()) - 1)];
+  template <class T, std::size_t N>
+  T one_of(const T (&choices)[N]) {
+    return choices[random_() % N];
   }
   bool once_in(int n) { return between(1, n) == 1; }
 

@@ -25,12 +25,6 @@ namespace {
 
 constexpr KvFormat kF16 = KvFormat::F16, kInt8 = KvFormat::Int8;
 constexpr double kTolerance = 4e-4;
-constexpr bool kSanitized =
-#if defined(__SANITIZE_ADDRESS__)
-    true;
-#else
-    false;
-#endif
 constexpr int kLayer = 1;  // of two; the other one is never written
 
 // One session, and the positions of its rows in the step.
@@ -481,7 +475,7 @@ TEST_CASE("random shapes: any length, ring, prefix, window, group, format and nu
 
 // In one order: the counters do not depend on it, and the executor has 8192 keys to go through.
 TEST_CASE("4096 positions: exactness, bytes and bank conflicts") {
-  if (kRaceBuild || kSanitized) return;
+  if (kSlowBuild) return;
   struct Shape {
     std::int32_t head_dim;
     KvFormat format;

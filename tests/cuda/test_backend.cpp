@@ -56,13 +56,8 @@ std::vector<std::int32_t> text(std::size_t n, std::int32_t n_vocab = config().n_
 // Counters are for tests of kernels, and cost as much as all else.
 [[maybe_unused]] const bool uncounted = [] { return simt::options().count = false; }();
 
-// In these builds, where a step takes five times as long, the kernels' own tests look for the rest.
-constexpr bool kSlowBuild = simt::kRaceBuild ||
-#if defined(__SANITIZE_ADDRESS__)
-                            true;
-#else
-                            false;
-#endif
+// Where a step takes five times as long, the kernels' own tests look for the rest.
+using simt::kSlowBuild;
 
 std::vector<float> last(const Session& s) { return {s.logits().begin(), s.logits().end()}; }
 

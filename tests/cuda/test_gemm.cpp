@@ -133,8 +133,7 @@ TEST_CASE("gemm: random shapes") {
   shapes::Choice choice(4);
   for (unsigned i = 0; i < shapes::kMany; ++i) {
     CAPTURE(i);
-    const gguf::DType type =
-        matrices::kTypes[size(choice.between(0, static_cast<int>(std::size(matrices::kTypes)) - 1))];
+    const gguf::DType type = choice.one_of(matrices::kTypes);
     const int unit = static_cast<int>(gguf::traits(type).block_size);
     const Case c{type,
                  choice.between(1, 140),

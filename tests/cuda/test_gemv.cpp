@@ -130,8 +130,7 @@ TEST_CASE("products of random shapes") {
   shapes::Choice choice(3);
   for (unsigned i = 0; i < shapes::kMany; ++i) {
     CAPTURE(i);
-    const DType type =
-        matrices::kTypes[size(choice.between(0, static_cast<int>(std::size(matrices::kTypes)) - 1))];
+    const DType type = choice.one_of(matrices::kTypes);
     const int unit = static_cast<int>(gguf::traits(type).block_size);
     const int rows = choice.between(1, 90), cols = unit * choice.between(1, 1500 / unit);
     const int M = choice.between(1, kMostRows);
